@@ -1,0 +1,120 @@
+"""Plugs kvlib's caches into a transformers model, and takes them out again."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvlib.attention import NAME, Binding, attention_forward, mask_untouched
+from kvlib.caches.cache import KVCache
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class Attachment:
+    """An attached model; a context manager that detaches at the end of the block."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _refuse_unsupported(model)
+        AttentionInterface.register(NAME, attention_forward)
+        AttentionMaskInterface.register(NAME, mask_untouched)
+        self.model, self.binding = model, Binding()
+        self._before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        self._modules = [m for m in model.modules() if hasattr(m, "layer_idx")]
+        for module in self._modules:
+            module.kv_binding = self.binding
+        decoder = model.get_decoder()
+        self._hooks = [
+            decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
+            decoder.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Give the model back its own attention. Calling it twice does no harm."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._modules:
+            module.__dict__.pop("kv_binding", None)
+        self._hooks, self._modules = [], []
+        if self.model.config._attn_implementation == NAME:
+            self.model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the decoder runs: bind its cache and check that the input continues it."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, KVCache):
+            raise ValueError(
+                "an attached model needs a kvlib cache: pass past_key_values=kvlib.make_cache(…), "
+                f"not {type(cache).__name__}"
+            )
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions=True: the attention matrix is never materialised")
+        inputs = _inputs(args, kwargs)
+        batch, tokens = inputs.shape[:2]
+        _refuse_too_long(self.model, cache, tokens)
+        cache.advance(
+            batch, tokens, inputs.device, kwargs.get("attention_mask"), kwargs.get("position_ids")
+        )
+        self.binding.cache = cache
+
+    def _leave(self, *_: Any) -> None:
+        self.binding.cache = None
+
+
+def attach(model: PreTrainedModel) -> Attachment:
+    """Let `model` run on kvlib caches until `detach()` or the end of a `with` block.
+
+    Raises ValueError for a model that has no exchangeable attention, or a kind that kvlib
+    cannot serve exactly.
+
+    >>> with attach(model):                                           # doctest: +SKIP
+    ...     model.generate(**inputs, past_key_values=make_cache("h2o", model, budget=0.2))
+    """
+    return Attachment(model)
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    name, config = type(model).__name__, model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; kvlib serves decoder-only models")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{name} does not use transformers' attention interface, so its attention cannot be "
+            "exchanged; choose another model, such as a Llama, Qwen3, Mistral or OPT"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - SUPPORTED_LAYERS:
+        raise ValueError(f"{name} has layers of kind {', '.join(sorted(kinds - SUPPORTED_LAYERS))}")
+    if config._attn_implementation == NAME:
+        raise ValueError(f"this {name}, or one that shares its config, is attached already")
+
+
+def _refuse_too_long(model: PreTrainedModel, cache: KVCache, tokens: int) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    total = cache.get_seq_length() + tokens
+    if limit is not None and total > limit:
+        raise ValueError(f"{total} tokens, but this model has {limit} positions: shorten the prompt")
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The decoder's input ids or embeddings, whichever way they were passed."""
+    for candidate in (kwargs.get("input_ids"), args[0] if args else None):
+        if candidate is not None:
+            return torch.as_tensor(candidate)
+    return torch.as_tensor(kwargs["inputs_embeds"])

@@ -1,0 +1,159 @@
+"""One cache for one model: a strategy's layers, and the timeline that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvlib.caches.base import KVLayer
+from kvlib.caches.timeline import Timeline
+from kvlib.tiers import Tiers
+
+
+class KVCache(Cache):
+    """A transformers cache whose layers are one strategy; pass it as `past_key_values`.
+
+    make    builds one layer from the shared timeline and the tiers
+    depth   number of decoder layers
+    """
+
+    layers: list[KVLayer]
+
+    def __init__(
+        self, make: Callable[[Timeline, Tiers], KVLayer], depth: int, tiers: Tiers | None = None
+    ) -> None:
+        self.timeline, self.tiers = Timeline(), tiers or Tiers()
+        super().__init__(layers=[make(self.timeline, self.tiers) for _ in range(depth)])
+
+    def begin(self, prompt_lengths: Sequence[int]) -> None:
+        """Open a turn of `prompt_lengths[b]` real tokens for row b, fed in any number of chunks.
+
+        Needed before a prompt that comes in chunks, and before every further turn, where the
+        budget is a share of the tokens. Raises ValueError while a turn is incomplete.
+        """
+        self.timeline.begin(prompt_lengths)
+
+    def advance(
+        self,
+        batch: int,
+        tokens: int,
+        device: torch.device,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> None:
+        """Announce a forward of `tokens` columns; refuse input that does not continue this cache.
+
+        attention_mask  [B, columns so far + tokens], pads to the left of each turn
+        position_ids    [B or 1, tokens], the true positions
+        """
+        self._check_whole(batch)
+        lengths = self._real_tokens(batch, tokens, attention_mask, position_ids)
+        chunk = tokens > 1 and self.timeline.seen and not self.timeline.announced
+        if chunk and any(layer.needs_lengths for layer in self.layers):
+            raise ValueError(
+                "a second multi-token input, and the budget is a share of the tokens: call "
+                "cache.begin(prompt_lengths) before each turn and before a prompt in chunks"
+            )
+        if position_ids is not None:
+            self._check_positions(lengths, tokens, position_ids)
+        self.timeline.advance(lengths, tokens, device)
+
+    def _check_whole(self, batch: int) -> None:
+        seen, ticks = self.timeline.seen, {layer.tick for layer in self.layers}
+        if ticks != {self.timeline.tick}:
+            raise RuntimeError("an earlier forward stopped half-way: reset() this cache")
+        if seen and len(seen) != batch:
+            raise ValueError(f"this cache holds {len(seen)} rows, the input has {batch}")
+
+    def _real_tokens(
+        self, batch: int, tokens: int, mask: Tensor | None, position_ids: Tensor | None
+    ) -> list[int]:
+        """Real tokens that each row gets, checked against what it has seen."""
+        seen, fed = self.timeline.seen or [0] * batch, self.get_seq_length()
+        if mask is None:
+            if position_ids is None and any(s != fed for s in seen):
+                raise ValueError("rows were padded before: pass attention_mask or position_ids")
+            return [tokens] * batch
+        if mask.dim() != 2:
+            raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: only [B, S] is supported")
+        if mask.shape[1] != fed + tokens:
+            raise ValueError(
+                f"this input does not continue the cache: attention_mask covers {mask.shape[1]} "
+                f"columns, the cache has seen {fed} and the input adds {tokens}"
+            )
+        new = mask[:, fed:].bool()
+        counts = torch.stack([mask.bool().sum(1), new.sum(1)]).tolist()
+        before = [total - n for total, n in zip(*counts, strict=True)]
+        if before != list(seen):
+            raise ValueError(
+                f"this input does not continue the cache: it has seen {list(seen)} real tokens "
+                f"a row, attention_mask says {before}"
+            )
+        lengths: list[int] = counts[1]
+        if min(lengths) < tokens:
+            _check_left_padded(new, lengths, seen)
+        return lengths
+
+    def _check_positions(self, lengths: list[int], tokens: int, position_ids: Tensor) -> None:
+        seen = self.timeline.seen or [0] * len(lengths)
+        ends = torch.tensor([s + n for s, n in zip(seen, lengths, strict=True)])
+        expected = ends[:, None] - tokens + torch.arange(tokens)  # [B, T]
+        real = torch.arange(tokens) >= tokens - torch.tensor(lengths)[:, None]
+        if not ((position_ids.cpu() == expected) | ~real).all():
+            raise ValueError(
+                f"this input does not continue the cache: rows have seen {seen} tokens, "
+                f"position_ids start at {position_ids[:, 0].tolist()}"
+            )
+
+    def fork(self, rows: Sequence[int]) -> KVCache:
+        """A cache with copies of these rows; a row may repeat. The original is untouched."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.timeline = self.timeline.fork(rows)
+        twin.layers = [layer.fork(twin.timeline, rows) for layer in self.layers]
+        return twin
+
+    def reset(self) -> None:
+        self.timeline.reset()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(torch.arange(len(self.timeline.seen))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([b for b in range(len(self.timeline.seen)) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.timeline.shorten(abs(tokens_to_remove))
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of distinct storage over all layers: `kv`, and `state` kept beside it."""
+        layers = [layer.nbytes() for layer in self.layers]
+        return {kind: sum(n[kind] for n in layers) for kind in ("kv", "state")}
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken; tests call this after every step."""
+        for layer in self.layers:
+            layer.check()
+
+    def _select(self, rows: Sequence[int]) -> None:
+        self.timeline.select(rows)
+        for layer in self.layers:
+            layer.select(rows)
+
+
+def _check_left_padded(new: Tensor, lengths: Sequence[int], seen: Sequence[int]) -> None:
+    tokens = new.shape[1]
+    first = tokens - torch.tensor(lengths, device=new.device)
+    if not (new == (torch.arange(tokens, device=new.device) >= first[:, None])).all():
+        raise ValueError("pads must stand to the left of a row's tokens: set padding_side='left'")
+    for b, (n, s) in enumerate(zip(lengths, seen, strict=True)):
+        if n + s == 0:
+            raise ValueError(f"row {b} has no token at all")

@@ -1,0 +1,24 @@
+"""Full: every token stays on the device, contiguous. The baseline that evicts nothing."""
+
+from __future__ import annotations
+
+from kvlib.caches.base import KVLayer
+
+
+class Full(KVLayer):
+    """Keeps all keys and values in preallocated storage that grows in steps.
+
+    Exact, and the memory that every other strategy is measured against:
+    2 · Hkv · D · tokens · bytes a layer and row.
+    """
+
+    is_croppable = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `tokens_to_remove` tokens (given as a negative number) of each row."""
+        tokens = abs(tokens_to_remove)
+        if tokens > min(self.count, default=0):
+            raise ValueError(f"cannot crop {tokens} tokens: a row holds {min(self.count)}")
+        self.count = [n - tokens for n in self.count]
+        self.fed -= tokens
+        self._view()

@@ -1,0 +1,117 @@
+"""Device and host memory: what is allocated, what it may grow to, and who is refused.
+
+On a CPU both tiers are the same RAM; they are counted apart all the same, so that a strategy
+meets the limits that it would meet on a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+CPU_CAPACITY = 5  # device capacity on a CPU, in weights: 80 GB is to an 8B model's 16 GB as 5 to 1
+
+
+class DeviceOutOfMemory(MemoryError):
+    """A tier was asked for more bytes than it has left."""
+
+    def __init__(self, tier: str, needed: int, free: int, capacity: int) -> None:
+        super().__init__(
+            f"{tier} memory is full: {_mib(needed)} needed, {_mib(free)} free of {_mib(capacity)}; "
+            "use a shorter prompt, a smaller batch or budget, or raise the capacity"
+        )
+        self.tier, self.needed, self.free, self.capacity = tier, needed, free, capacity
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, int]]:
+        return type(self), (self.tier, self.needed, self.free, self.capacity)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`: a view or a mask over them frees nothing."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@dataclass
+class Tier:
+    """One memory: `capacity` bytes (None: unlimited), of which `fixed` are taken by the weights."""
+
+    name: str
+    capacity: int | None = None
+    fixed: int = 0
+    used: int = 0  # bytes, beside `fixed`
+    peak: int = 0  # highest `used` so far, scratch included
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left, None where the tier has no limit."""
+        return None if self.capacity is None else self.capacity - self.fixed - self.used
+
+    def empty(
+        self, *shape: int, dtype: torch.dtype, device: torch.device, fill: float = 0
+    ) -> Tensor:
+        """A tensor of `shape` filled with `fill`, counted until it is collected.
+
+        Raises DeviceOutOfMemory before anything is allocated.
+        """
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        self._take(nbytes)
+        make = torch.zeros if fill == 0 else torch.empty
+        tensor = make(shape, dtype=dtype, device=device)
+        weakref.finalize(tensor, self._give, nbytes)
+        return tensor if fill == 0 else tensor.fill_(fill)
+
+    @contextmanager
+    def borrow(self, nbytes: int) -> Iterator[None]:
+        """Count `nbytes` of scratch for the length of a `with` block."""
+        self._take(nbytes)
+        try:
+            yield
+        finally:
+            self._give(nbytes)
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of `peak`."""
+        self.peak = self.used
+
+    def _take(self, nbytes: int) -> None:
+        if self.capacity is not None and self.free is not None and nbytes > self.free:
+            raise DeviceOutOfMemory(self.name, nbytes, self.free, self.capacity)
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+
+    def _give(self, nbytes: int) -> None:
+        self.used -= nbytes
+
+
+@dataclass
+class Tiers:
+    """The two memories that a strategy may use."""
+
+    device: Tier = field(default_factory=lambda: Tier("device"))
+    host: Tier = field(default_factory=lambda: Tier("host"))
+
+    @classmethod
+    def of(cls, model: nn.Module, capacity: int | None = None) -> Tiers:
+        """The tiers of `model`'s machine, its weights counted.
+
+        `capacity` in bytes; by default the GPU's memory, on a CPU five times the weights.
+        """
+        weights = storage_bytes(model.parameters())
+        device = next(model.parameters()).device
+        if capacity is None:
+            on_gpu = device.type == "cuda"
+            total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+            capacity = total if on_gpu else CPU_CAPACITY * weights
+        if capacity <= weights:
+            raise DeviceOutOfMemory("device", weights, capacity, capacity)
+        return cls(Tier("device", capacity, fixed=weights))
