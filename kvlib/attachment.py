@@ -55,8 +55,14 @@ class Attachment:
     ) -> None:
         self.detach()
 
-    def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the decoder runs: bind its cache and check that the input continues it."""
+    def _enter(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the decoder runs: check that the input continues its cache, and bind that.
+
+        Where no position_ids are given the cache's true positions are, so that a padded row
+        gets the positions of the row alone.
+        """
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, KVCache):
             raise ValueError(
@@ -72,6 +78,11 @@ class Attachment:
             batch, tokens, inputs.device, kwargs.get("attention_mask"), kwargs.get("position_ids")
         )
         self.binding.cache = cache
+        if kwargs.get("position_ids") is not None:
+            return args, kwargs
+        positions = cache.timeline.positions
+        assert positions is not None
+        return args, {**kwargs, "position_ids": positions.clamp(min=0).long()}
 
     def _leave(self, *_: Any) -> None:
         self.binding.cache = None

@@ -104,7 +104,7 @@ def test_bfloat16_mass_equals_eager_mass() -> None:
     _, lse = flash_prefill(query, key, value, 0.125)
     position = torch.arange(300, dtype=torch.int32).expand(1, 3, 300)
     _, eager = explicit_prefill(query, key, value, 0.125, position, tile=300)
-    torch.testing.assert_close(column_mass(query, key, lse, 0.125), eager, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(column_mass(query, key, lse, 0.125), eager, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("extra", ["s_aux", "softcap", "something_new"])

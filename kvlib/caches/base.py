@@ -114,6 +114,12 @@ class KVLayer(CacheLayerMixin):
         slot = torch.arange(max(self.count), device=self.device)
         return slot >= torch.tensor(self.count, device=self.device)[:, None, None]
 
+    def per_row(self, values: Sequence[int]) -> Tensor | int:
+        """`values` to broadcast over [B, Hkv, S]: one number where all rows agree."""
+        if min(values) == max(values):
+            return values[0]
+        return torch.tensor(values, device=self.device)[:, None, None]
+
     def nbytes(self) -> dict[str, int]:
         """Bytes of distinct storage: `kv` for keys and values, `state` for what goes with them."""
         kv = {"key", "value"}

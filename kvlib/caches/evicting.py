@@ -120,12 +120,6 @@ class EvictingLayer(KVLayer):
             limits = self.limits()
             assert all(n <= k for n, k in zip(self.count, limits, strict=True)), "over budget"
 
-    def per_row(self, values: Sequence[int]) -> Tensor | int:
-        """`values` to broadcast over [B, Hkv, S]: one number where all rows agree."""
-        if min(values) == max(values):
-            return values[0]
-        return torch.tensor(values, device=self.device)[:, None, None]
-
     def _replace(self, keep: Sequence[int]) -> None:
         """Rows one over: the last slot's token moves into the lowest-priority slot."""
         priority = self.priority()
