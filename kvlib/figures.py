@@ -370,3 +370,8 @@ def comparison(old: Path, new: Path) -> str:
     lines = [table.to_string(index=False, float_format="{:.4g}".format)] if len(table) else []
     lines += [f"flipped: {change}" for change in changed]
     return "\n".join([*lines, f"reproduced {table['reproduced'].sum()} of {len(table)}"])
+
+
+def home(out: str | Path | None = None) -> Path:
+    """The folder that holds figures/: `out`, by default the checkout that kvlib is installed from."""
+    return Path(out) if out else Path(__file__).resolve().parents[1]

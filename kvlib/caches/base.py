@@ -196,3 +196,10 @@ class KVLayer(CacheLayerMixin):
             new = self.tiers.device.empty(*shape, dtype=old.dtype, device=self.device)
             self.slots[name] = torch.index_select(old, 0, index, out=new)
         self._view()
+
+
+def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    """`value` if it is allowed, else a ValueError that lists what is."""
+    if value not in allowed:
+        raise ValueError(f"{name} {value!r}: choose from {', '.join(allowed)}")
+    return value

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlib.caches.base import KVLayer
+from kvlib.caches.base import KVLayer, one_of
 from kvlib.caches.timeline import Timeline
 from kvlib.tiers import Tiers
 
@@ -164,10 +164,3 @@ def _at(tensor: Tensor, slot: Tensor | int) -> Tensor:
     index = slot.expand(*tensor.shape[:2], 1)
     return tensor.gather(2, index if tensor.dim() == 3 else index[..., None].expand(
         *index.shape, tensor.shape[-1]))
-
-
-def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    """`value` if it is allowed, else a ValueError that lists what is."""
-    if value not in allowed:
-        raise ValueError(f"{name} {value!r}: choose from {', '.join(allowed)}")
-    return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvlib.caches.base import KVLayer
+from kvlib.caches.base import KVLayer, one_of
+from kvlib.caches.timeline import Timeline
+from kvlib.tiers import Tiers
 
 
 class Full(KVLayer):
@@ -10,9 +12,15 @@ class Full(KVLayer):
 
     Exact, and the memory that every other strategy is measured against:
     2 · Hkv · D · tokens · bytes a layer and row.
+
+    kernel  prefill attention: "flash", or "eager" = the matrix materialised
     """
 
     is_croppable = True
+
+    def __init__(self, timeline: Timeline, tiers: Tiers, *, kernel: str = "flash") -> None:
+        self.kernel = one_of("kernel", kernel, ("flash", "eager"))
+        super().__init__(timeline, tiers)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `tokens_to_remove` tokens (given as a negative number) of each row."""

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlib.caches.evicting import EvictingLayer, one_of
+from kvlib.caches.base import one_of
+from kvlib.caches.evicting import EvictingLayer
 from kvlib.caches.timeline import Timeline
 from kvlib.tiers import Tiers
 
