@@ -25,7 +25,7 @@ class Attachment:
         self.model, self.binding = model, Binding()
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
-        self._modules = [m for m in model.modules() if hasattr(m, "layer_idx")]
+        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx")]
         for module in self._modules:
             module.kv_binding = self.binding
         decoder = model.get_decoder()
@@ -120,7 +120,9 @@ def _refuse_too_long(model: PreTrainedModel, cache: KVCache, tokens: int) -> Non
     limit = getattr(model.config, "max_position_embeddings", None)
     total = cache.get_seq_length() + tokens
     if limit is not None and total > limit:
-        raise ValueError(f"{total} tokens, but this model has {limit} positions: shorten the prompt")
+        raise ValueError(
+            f"{total} tokens, but this model has {limit} positions: shorten the prompt"
+        )
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

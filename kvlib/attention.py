@@ -128,7 +128,7 @@ def decode(
 
 
 def hidden_slots(layer: KVLayer, window: int | None) -> Tensor | None:
-    """Slots that a row's newest token may not see, [B, Hkv or 1, S] bool; None if there are none."""
+    """Slots that a row's newest token may not see, [B, Hkv or 1, S] bool; None if all are seen."""
     hidden = None if layer.is_uniform else layer.empties()
     if window is not None and max(layer.timeline.seen) > window:
         newest = layer.per_row([s - 1 for s in layer.timeline.seen])
@@ -229,7 +229,7 @@ def explicit_prefill(
 
 
 def flash_prefill(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last T of S tokens, never materialised: ([B, Hq, T, D], lse [B, Hq, T]).
+    """Causal attention of the last T of S tokens: ([B, Hq, T, D], lse [B, Hq, T]).
 
     The keys before the queries are attended in a pass of their own, which needs no mask
     whatever their order; the two passes are joined by their log-sum-exps.
@@ -255,9 +255,9 @@ def flash(
     kv_heads, stored = key.shape[1:3]
     group = heads // kv_heads
     folded = query.reshape(batch * kv_heads, group, tokens, size)
-    wide = [t.reshape(batch * kv_heads, 1, stored, size).expand(-1, group, -1, -1)
-            for t in (key, value)]  # fmt: skip
-    out, lse = _flash_kernel(folded, *wide, scale, causal)
+    keys = key.reshape(batch * kv_heads, 1, stored, size).expand(-1, group, -1, -1)
+    values = value.reshape(batch * kv_heads, 1, stored, size).expand(-1, group, -1, -1)
+    out, lse = _flash_kernel(folded, keys, values, scale, causal)
     return out.reshape(batch, heads, tokens, size), lse.reshape(batch, heads, tokens)
 
 

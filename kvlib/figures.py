@@ -373,5 +373,5 @@ def comparison(old: Path, new: Path) -> str:
 
 
 def home(out: str | Path | None = None) -> Path:
-    """The folder that holds figures/: `out`, by default the checkout that kvlib is installed from."""
+    """The folder that holds figures/: `out`, by default the checkout kvlib runs from."""
     return Path(out) if out else Path(__file__).resolve().parents[1]

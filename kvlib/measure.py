@@ -7,7 +7,7 @@ its own and store what it returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from kvlib.attachment import attach
-from kvlib.attention import Binding, attention_forward, explicit_scratch
+from kvlib.attention import KEY_TILE, QUERY_TILE, Binding, attention_forward, explicit_scratch
 from kvlib.caches import KVCache, find_strategy, make_cache
+from kvlib.hardware import Shape, find_shape, kv_bytes, weight_bytes
 from kvlib.models import load
-from kvlib.shapes import Shape, find_shape, kv_bytes, weight_bytes
 from kvlib.study import Refused
 from kvlib.texts import long_text
 from kvlib.tiers import CPU_CAPACITY, Tier, Tiers
@@ -113,7 +113,8 @@ def predicted_peak(sizes: Shape, strategy: str, prefill: str, tokens: int) -> in
     output = 4 * sizes.heads * sizes.head_dim * tokens
     state = 8 * sizes.kv_heads * tokens if strategy == "h2o" else 0
     if prefill == "flash":
-        return int(stored + state + output + 4 * sizes.heads * tokens)
+        tiles = 2 * 4 * QUERY_TILE * KEY_TILE if strategy == "h2o" else 0
+        return int(stored + state + output + 4 * sizes.heads * tokens + tiles)
     if prefill == "chunked":
         part = 4 * sizes.heads * sizes.head_dim * CHUNK
         held = tokens if strategy == "full" else min(tokens, int(BUDGET * tokens) + CHUNK)
@@ -139,7 +140,7 @@ def run_layer(
     layer = find_strategy(strategy)
     options = knobs(strategy, prefill)
     cache = KVCache(lambda timeline, tier: layer(timeline, tier, **options), 1, tiers)
-    module = nn.Module()
+    module: Any = nn.Module()
     module.layer_idx, module.kv_binding = 0, Binding(cache)
     tokens = inputs[0].shape[2]
     cache.begin([tokens])
@@ -150,6 +151,18 @@ def run_layer(
         stored = cache.update(key, val, 0)
         attention_forward(module, query, *stored, None, sizes.head_dim**-0.5)
     return cache
+
+
+def layer_seconds(point: Mapping[str, Any]) -> float:
+    """Rough seconds that `prefill_layer` takes on two cores, for the estimate before a run."""
+    quadratic = 1.0 if point["prefill"] == "flash" else 4.5
+    return float(0.2 + quadratic * (point["tokens"] / 8192) ** 2)
+
+
+def model_seconds(point: Mapping[str, Any]) -> float:
+    """Rough seconds that a measurement on the whole bundled model takes on two cores."""
+    passes = 1 if "prefill" in point else 3
+    return float(1.5 + passes * 4.0 * point["tokens"] / 2048)
 
 
 # -- the whole model: time to first token, and what is kept ------------------------------------
@@ -200,7 +213,9 @@ def keep_agreement(*, tokens: int, model: str, device: str, seed: int, **_: Any)
         for prefill in PREFILLS:
             cache = make_cache("h2o", loaded.model, **knobs("h2o", prefill))
             feed(loaded.model, cache, ids, prefill)
-            kept[prefill] = torch.stack([kept_mask(layer.positions, tokens) for layer in cache.layers])
+            kept[prefill] = torch.stack(
+                [kept_mask(layer.positions, tokens) for layer in cache.layers]
+            )
     most = kept["eager"].sum().item()
     return [
         value("keep_agreement", (kept[p] & kept["eager"]).sum().item() / most, "1")
@@ -241,7 +256,7 @@ def kept_tokens(
     """What one KV head holds after each step, and the share of heads of each layer at the end."""
     loaded = load(model, "float32", device)
     ids = question(loaded.tokenizer).to(device)
-    options = {} if strategy == "full" else {"budget": budget}
+    options: dict[str, Any] = {} if strategy == "full" else {"budget": budget}
     values: Values = []
     with attach(loaded.model):
         cache = make_cache(strategy, loaded.model, **options)

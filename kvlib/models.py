@@ -111,7 +111,12 @@ def _pretrained(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     digest = digest or _digest(source, model.config)
-    return Loaded(name, model.to(device).eval(), tokenizer, digest)
+    return Loaded(name, _ready(model, device), tokenizer, digest)
+
+
+def _ready(model: Any, device: str) -> PreTrainedModel:
+    moved: PreTrainedModel = model.to(device).eval()
+    return moved
 
 
 def _why_not(name: str, error: Exception) -> str:
@@ -184,7 +189,7 @@ def _export(gguf: Path, folder: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     source: dict[str, Any] = {"gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     for attribute in ("hf_quantizer", "quantization_method"):
         model.__dict__.pop(attribute, None)
     model.is_quantized = False
@@ -252,7 +257,7 @@ def _random(name: str, config: PreTrainedConfig, dtype: torch.dtype, device: str
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     digest = hashlib.sha256(json.dumps([name, str(dtype)]).encode()).hexdigest()[:16]
-    return Loaded(name, model.to(device).eval(), None, digest)
+    return Loaded(name, _ready(model, device), None, digest)
 
 
 def _refuse_if_too_big(name: str, needed: int, device: str) -> None:

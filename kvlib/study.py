@@ -127,7 +127,9 @@ def run(
         pending, dropped = shed(pending, cost, limit_seconds, min_repeats, _levels(wanted))
         if progress and pending:
             needed = duration(sum(map(cost, pending)))
-            print(f"{name}: {len(pending)} points to measure, {needed}", flush=True)
+            print(
+                f"{name}: {len(pending)} points to measure, {needed}", file=sys.stderr, flush=True
+            )
         pending.sort(key=lambda p: p.get("repeat") or 0)  # interleaves the strategies
         for point in tqdm(pending, name, unit="point", leave=False, disable=not progress):
             store.add(job.row(point))

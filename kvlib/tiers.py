@@ -17,7 +17,7 @@ from torch import Tensor, nn
 CPU_CAPACITY = 5  # device capacity on a CPU, in weights: 80 GB is to an 8B model's 16 GB as 5 to 1
 
 
-class DeviceOutOfMemory(MemoryError):
+class DeviceOutOfMemory(MemoryError):  # noqa: N818, as torch and CUDA call it
     """A tier was asked for more bytes than it has left."""
 
     def __init__(self, tier: str, needed: int, free: int, capacity: int) -> None:

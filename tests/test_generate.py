@@ -100,7 +100,9 @@ def test_sampling_with_a_full_budget_is_the_plain_model(tiny: Tiny) -> None:
     assert ours.tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
+)
 def test_beams_and_several_sequences(tiny: Tiny, settings: dict[str, object]) -> None:
     model = tiny("llama")
     ids, mask = batch([9, 6])
@@ -124,7 +126,8 @@ def test_a_used_cache_after_reset_is_a_fresh_one(tiny: Tiny) -> None:
         used = kvlib.make_cache("h2o", model, budget=0.3)
         generate(model, *batch([19, 4], seed=5), 9, past_key_values=used)
         used.reset()
-        assert used.nbytes() == {"kv": 0, "state": 0} and used.tiers.device.used == 0
+        assert used.nbytes() == {"kv": 0, "state": 0}
+        assert used.tiers.device.used == 0
         again = generate(model, *batch([14]), 9, past_key_values=used)
         fresh = kvlib.make_cache("h2o", model, budget=0.3)
         assert again.tolist() == generate(model, *batch([14]), 9, past_key_values=fresh).tolist()
@@ -154,9 +157,7 @@ def test_two_turns_continue_one_conversation(tiny: Tiny) -> None:
             cache.begin([4, 7])
             mask = torch.cat([first_mask, second_mask], dim=1)
             positions = (mask.cumsum(1) - 1)[:, 9:]
-            out = model(
-                second, attention_mask=mask, position_ids=positions, past_key_values=cache
-            )
+            out = model(second, attention_mask=mask, position_ids=positions, past_key_values=cache)
             cache.check()
             logits[name] = out.logits[:, -1]
         alone = torch.cat([first[1, 4:], second[1]])[None]

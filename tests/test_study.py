@@ -574,7 +574,7 @@ def test_stored_repeats_count_towards_the_least() -> None:
 def test_a_run_says_its_time_and_what_it_shed(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     grid = study.grid(repeats=4, strategy=["full"], tokens=[60])
     frame = run(grid, estimate=cost, limit_seconds=200, progress=True)
-    assert "demo: 3 points to measure, about 3 min\n" in capsys.readouterr().out
+    assert "demo: 3 points to measure, about 3 min\n" in capsys.readouterr().err
     assert frame.attrs["shed"] == ["repeat 3 of every point"]
     assert frame.attrs["missing"] == 1
     assert sorted(frame["repeat"]) == [0, 1, 2]
@@ -585,11 +585,11 @@ def test_without_an_estimate_stored_times_serve(
 ) -> None:
     grid = study.grid(repeats=2, tokens=[10, 20])
     run(grid[:1], progress=True)
-    assert "1 points to measure, time unknown" in capsys.readouterr().out
+    assert "1 points to measure, time unknown" in capsys.readouterr().err
     row = json.loads(file.read_bytes()) | {"seconds": 300.0}
     file.write_text(json.dumps(row) + "\n")
     run(grid, progress=True)
-    assert "3 points to measure, about 15 min" in capsys.readouterr().out
+    assert "3 points to measure, about 15 min" in capsys.readouterr().err
 
 
 def test_a_grid_has_all_combinations_each_repeat_with_its_seed() -> None:

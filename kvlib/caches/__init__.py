@@ -18,7 +18,16 @@ from kvlib.caches.full import Full
 from kvlib.caches.h2o import H2O
 from kvlib.tiers import Tiers
 
-__all__ = ["STRATEGIES", "Budget", "EvictingLayer", "Full", "H2O", "KVCache", "KVLayer", "make_cache"]
+__all__ = [
+    "H2O",
+    "STRATEGIES",
+    "Budget",
+    "EvictingLayer",
+    "Full",
+    "KVCache",
+    "KVLayer",
+    "make_cache",
+]
 
 STRATEGIES: dict[str, type[KVLayer]] = {"full": Full, "h2o": H2O}
 
@@ -67,7 +76,8 @@ def find_strategy(name: str) -> type[KVLayer]:
 
 def _load_class(path: Path, cls: str) -> type[KVLayer]:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = getattr(module, cls, None)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from kvlib.caches.timeline import Timeline
 from kvlib.tiers import Tiers, storage_bytes
@@ -34,7 +34,7 @@ class KVLayer(CacheLayerMixin):
     extra: ClassVar[dict[str, torch.dtype]] = {}  # further per-slot state: name -> dtype
 
     def __init__(self, timeline: Timeline, tiers: Tiers) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.timeline, self.tiers = timeline, tiers
         self.reset()
 
@@ -139,7 +139,8 @@ class KVLayer(CacheLayerMixin):
         positions = self.positions.cpu()
         for row, n, s in zip(positions, self.count, seen, strict=True):
             kept = row[:, :n].sort(dim=-1).values
-            assert kept.min() >= 0 and kept.max() < s, "a position was never seen"
+            assert kept.min() >= 0, "a stored token has no position"
+            assert kept.max() < s, "a position was never seen"
             assert (kept.diff(dim=-1) > 0).all(), "a token is stored twice"
             assert (row[:, n:] == EMPTY).all(), "an empty slot has a position"
 
@@ -167,7 +168,12 @@ class KVLayer(CacheLayerMixin):
             self._allocate(need + (self.slack if self.tick else 0))
         assert self.timeline.positions is not None
         position = self.timeline.positions[:, None].expand(-1, self.shape[0], -1)
-        new = {"key": key, "value": value, "position": position, **dict.fromkeys(self.extra, 0)}
+        new: dict[str, Tensor | int] = {
+            "key": key,
+            "value": value,
+            "position": position,
+            **dict.fromkeys(self.extra, 0),
+        }
         for name, data in new.items():
             self._put(self.slots[name], data, tokens)
         self.count = [n + new for n, new in zip(self.count, lengths, strict=True)]

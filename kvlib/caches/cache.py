@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class KVCache(Cache):
     depth   number of decoder layers
     """
 
-    layers: list[KVLayer]
+    layers: list[Any]  # of KVLayer
 
     def __init__(
         self, make: Callable[[Timeline, Tiers], KVLayer], depth: int, tiers: Tiers | None = None
@@ -78,7 +79,9 @@ class KVCache(Cache):
                 raise ValueError("rows were padded before: pass attention_mask or position_ids")
             return [tokens] * batch
         if mask.dim() != 2:
-            raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: only [B, S] is supported")
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)}: only [B, S] is supported"
+            )
         if mask.shape[1] != fed + tokens:
             raise ValueError(
                 f"this input does not continue the cache: attention_mask covers {mask.shape[1]} "
@@ -118,7 +121,8 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         self.timeline.reset()
-        super().reset()
+        for layer in self.layers:
+            layer.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())

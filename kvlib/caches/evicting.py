@@ -162,5 +162,6 @@ def _at(tensor: Tensor, slot: Tensor | int) -> Tensor:
     if isinstance(slot, int):
         return tensor[:, :, slot : slot + 1].clone()
     index = slot.expand(*tensor.shape[:2], 1)
-    return tensor.gather(2, index if tensor.dim() == 3 else index[..., None].expand(
-        *index.shape, tensor.shape[-1]))
+    return tensor.gather(
+        2, index if tensor.dim() == 3 else index[..., None].expand(*index.shape, tensor.shape[-1])
+    )

@@ -75,7 +75,8 @@ class H2O(EvictingLayer):
             return
         position, score = self.positions, self.slots["score"][:, :, : max(self.count)]
         stored = position >= 0
-        assert torch.isfinite(score[stored]).all() and (score[stored] >= 0).all(), "bad score"
+        assert torch.isfinite(score[stored]).all(), "a score is not finite"
+        assert (score[stored] >= 0).all(), "a score is negative"
         for row, seen, n in zip(position, self.timeline.seen, self.recents(), strict=True):
             recent = (row >= seen - n).sum(dim=-1)
             assert (recent == min(n, seen)).all(), "the recent window is not whole"

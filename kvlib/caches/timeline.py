@@ -60,7 +60,7 @@ class Timeline:
         seen = [s + n for s, n in zip(before, lengths, strict=True)]
         self._check_turn(before, seen, tokens)
         self.seen, self.lengths = seen, list(lengths)
-        if not self.targets or not self.announced and tokens > 1:
+        if not self.targets or (not self.announced and tokens > 1):
             self.targets = list(seen)
         self.announced = self.pending
         first = torch.tensor([s - tokens for s in seen], dtype=torch.int32, device=device)
@@ -75,7 +75,9 @@ class Timeline:
         if not self.announced:
             return
         if len(self.targets) != len(seen):
-            raise ValueError(f"begin() announced {len(self.targets)} rows, the input has {len(seen)}")
+            raise ValueError(
+                f"begin() announced {len(self.targets)} rows, the input has {len(seen)}"
+            )
         over = [b for b, (s, t) in enumerate(zip(seen, self.targets, strict=True)) if s > t]
         if over and tokens > 1:
             b = over[0]
