@@ -90,7 +90,9 @@ def report(kind: str, context: int, rounds: int, copy: float) -> None:
     print(*(f"  {n:9s} {1e3 * s:8.1f} ms a step" for n, s in middle.items()), sep="\n")
     goal = middle["full"] - 0.65 * middle["attention"]
     line("TPOT of H2O ÷ its target", middle["h2o"] / goal, "≤ 1.05", lambda x: x <= 1.05)
-    line("full's speed ÷ DynamicCache's", middle["dynamic"] / middle["full"], "≥ 1", lambda x: x >= 1)
+    line(
+        "full's speed ÷ DynamicCache's", middle["dynamic"] / middle["full"], "≥ 1", lambda x: x >= 1
+    )
     config = model.config
     read = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
     rate = read * BATCH * context * getattr(torch, kind).itemsize / middle["attention"]

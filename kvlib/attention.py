@@ -62,7 +62,7 @@ def attention_forward(
         out, mass = decode(layer, query, key, value, scale, sliding_window)
     else:
         out, mass = prefill(layer, query, key, value, scale, sliding_window)
-    layer.observe(mass)
+    layer.observe(None if mass is None else mass.detach())
     return out.transpose(1, 2), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -35,7 +36,7 @@ def run(
     mask[:, :width] = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
     cache.begin(lengths)
     starts = [*range(0, width, chunk or width), *range(width, width + decode), width + decode]
-    for first, last in zip(starts, starts[1:], strict=False):
+    for first, last in itertools.pairwise(starts):
         query, key, value = (t[:, :, first:last] for t in inputs)
         cache.advance(len(lengths), last - first, query.device, mask[:, :last])
         stored = cache.update(key, value, 0)

@@ -64,7 +64,7 @@ class KVLayer(CacheLayerMixin):
             raise RuntimeError("this cache serves attached models: use `with kvlib.attach(model)`")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._write(key_states, value_states)
+        self._write(key_states.detach(), value_states.detach())  # a cache holds no graph
         self.fed += key_states.shape[-2]
         self.tick += 1
         return self._view()
@@ -135,9 +135,13 @@ class KVLayer(CacheLayerMixin):
         seen = self.timeline.seen
         assert self.tick == self.timeline.tick, "a forward stopped half-way"
         assert len(self.count) == len(seen), "rows of the layer and of the timeline differ"
-        assert all(0 < n <= s for n, s in zip(self.count, seen, strict=True)), "count outside seen"
+        assert all(min(s, 1) <= n <= s for n, s in zip(self.count, seen, strict=True)), (
+            "count outside seen"
+        )
         positions = self.positions.cpu()
         for row, n, s in zip(positions, self.count, seen, strict=True):
+            if not n:  # an announced row whose first chunks were pads
+                continue
             kept = row[:, :n].sort(dim=-1).values
             assert kept.min() >= 0, "a stored token has no position"
             assert kept.max() < s, "a position was never seen"

@@ -97,8 +97,16 @@ class KVCache(Cache):
             )
         lengths: list[int] = counts[1]
         if min(lengths) < tokens:
-            _check_left_padded(new, lengths, seen)
+            _check_left_padded(new, lengths)
+            self._check_rows_have_tokens(lengths)
         return lengths
+
+    def _check_rows_have_tokens(self, lengths: Sequence[int]) -> None:
+        """Only a row that begin() announced may start with a chunk of nothing but pads."""
+        seen = self.timeline.seen or [0] * len(lengths)
+        for b, (n, s) in enumerate(zip(lengths, seen, strict=True)):
+            if n + s == 0 and not self.timeline.announced:
+                raise ValueError(f"row {b} has no token at all")
 
     def _check_positions(self, lengths: list[int], tokens: int, position_ids: Tensor) -> None:
         seen = self.timeline.seen or [0] * len(lengths)
@@ -153,11 +161,8 @@ class KVCache(Cache):
             layer.select(rows)
 
 
-def _check_left_padded(new: Tensor, lengths: Sequence[int], seen: Sequence[int]) -> None:
+def _check_left_padded(new: Tensor, lengths: Sequence[int]) -> None:
     tokens = new.shape[1]
     first = tokens - torch.tensor(lengths, device=new.device)
     if not (new == (torch.arange(tokens, device=new.device) >= first[:, None])).all():
         raise ValueError("pads must stand to the left of a row's tokens: set padding_side='left'")
-    for b, (n, s) in enumerate(zip(lengths, seen, strict=True)):
-        if n + s == 0:
-            raise ValueError(f"row {b} has no token at all")

@@ -126,7 +126,7 @@ class EvictingLayer(KVLayer):
         if not self.is_uniform:
             priority = priority.masked_fill(self.empties(), math.inf)
         victim = priority.argmin(dim=-1, keepdim=True)  # [B, Hkv, 1]
-        last = self.per_row([n - 1 for n in self.count])
+        last = self.per_row([max(n - 1, 0) for n in self.count])
         if keep != [n - 1 for n in self.count]:  # rows within budget: the last slot onto itself
             over = torch.tensor([k < n for k, n in zip(keep, self.count, strict=True)])
             victim = torch.where(over.to(self.device)[:, None, None], victim, last)

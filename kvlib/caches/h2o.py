@@ -78,5 +78,5 @@ class H2O(EvictingLayer):
         assert torch.isfinite(score[stored]).all(), "a score is not finite"
         assert (score[stored] >= 0).all(), "a score is negative"
         for row, seen, n in zip(position, self.timeline.seen, self.recents(), strict=True):
-            recent = (row >= seen - n).sum(dim=-1)
+            recent = (row >= max(seen - n, 0)).sum(dim=-1)
             assert (recent == min(n, seen)).all(), "the recent window is not whole"
