@@ -249,16 +249,20 @@ def flash(
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's flash kernel with its log-sum-exp: ([B, Hq, T, D], lse float32 [B, Hq, T]).
 
-    KV heads become batch entries and are broadcast over their group, never repeated in memory.
+    Each KV head is broadcast over its group, never repeated in memory.
     """
     batch, heads, tokens, size = query.shape
-    kv_heads, stored = key.shape[1:3]
-    group = heads // kv_heads
-    folded = query.reshape(batch * kv_heads, group, tokens, size)
-    keys = key.reshape(batch * kv_heads, 1, stored, size).expand(-1, group, -1, -1)
-    values = value.reshape(batch * kv_heads, 1, stored, size).expand(-1, group, -1, -1)
-    out, lse = _flash_kernel(folded, keys, values, scale, causal)
-    return out.reshape(batch, heads, tokens, size), lse.reshape(batch, heads, tokens)
+    group = heads // key.shape[1]
+    if group == 1:
+        return _flash_kernel(query, key, value, scale, causal)
+    out = query.new_empty(batch, tokens, heads, size).transpose(1, 2)  # as models want it
+    lse = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+    for head in range(key.shape[1]):
+        part = slice(head * group, (head + 1) * group)
+        wide = (t[:, head : head + 1].expand(-1, group, -1, -1) for t in (key, value))
+        one = _flash_kernel(query[:, part], next(wide), next(wide), scale, causal)
+        out[:, part], lse[:, part] = one
+    return out, lse
 
 
 def _flash_kernel(
@@ -295,15 +299,21 @@ def column_mass(query: Tensor, key: Tensor, lse: Tensor, scale: float) -> Tensor
     lses = lse.reshape(batch * kv_heads, group, tokens)
     mass = query.new_zeros((batch * kv_heads, stored), dtype=torch.float32)
     for head in range(batch * kv_heads):
+        wide = _with_column(keys[head].float(), torch.ones((), device=key.device))  # [S, D + 1]
         for rows in _tiles(tokens, max(1, QUERY_TILE // group)):
-            tile = queries[head, :, rows].float().mul(scale).flatten(0, 1)  # [G·t, D]
-            norm = lses[head, :, rows].reshape(-1, 1)
+            scaled = queries[head, :, rows].float() * scale
+            tile = _with_column(scaled, -lses[head, :, rows]).flatten(0, 1)  # [G·t, D + 1]
             for columns in _tiles(past + rows.stop, KEY_TILE):
-                weights = torch.mm(tile, keys[head, columns].float().T).sub_(norm).exp_()
+                weights = torch.mm(tile, wide[columns].T).exp_()  # exp(q·k·scale − lse)
                 if columns.stop > past + rows.start + 1:
                     _hide_future(weights, rows, columns, past)
                 mass[head, columns] += weights.sum(0)
     return mass.view(batch, kv_heads, stored)
+
+
+def _with_column(vectors: Tensor, column: Tensor) -> Tensor:
+    """[…, D] → […, D + 1]: one more component, so that a product with it adds the column."""
+    return torch.cat([vectors, column.expand(vectors.shape[:-1])[..., None]], dim=-1)
 
 
 def _tiles(length: int, size: int) -> Iterator[slice]:
