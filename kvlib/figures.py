@@ -24,7 +24,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvlib.provenance import REPEATS, canonical, label, write_atomic
+from kvlib.provenance import REPEATS, canonical, label
+from kvlib.store import write_atomic
 
 FIRST = ["strategy", "metric", "value", "unit", "source", "status"]
 COMPARED = ["figure", "point", "metric", "source", "value", "status"]

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvlib.hardware import SHAPES, Shape, find_shape, weight_bytes
+from kvlib.shapes import SHAPES, Shape, find_shape, weight_bytes
 
 BUNDLED = "smollm2"
 TINY = ("llama", "qwen3", "mistral", "opt")
@@ -75,8 +75,11 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _check_device(device: str) -> None:
-    kind = torch.device(device).type if device.split(":")[0] in ("cpu", "cuda") else None
-    if kind is None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = None
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: choose cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r}: this machine has no CUDA GPU; use device cpu")
@@ -121,7 +124,7 @@ def _ready(model: Any, device: str) -> PreTrainedModel:
 
 def _why_not(name: str, error: Exception) -> str:
     text = str(error)
-    if "gated" in text or "401" in text:
+    if "gated repo" in text or "401 Client Error" in text:  # a name may hold "gated" too
         return (
             f"model {name!r} is gated: ask for access at https://huggingface.co/{name}, run "
             "`hf auth login`, or use an open model such as HuggingFaceTB/SmolLM2-1.7B-Instruct"

@@ -27,7 +27,9 @@ import pandas as pd
 from tqdm import tqdm
 
 from kvlib import provenance
-from kvlib.provenance import Point, Scalar, Store, canonical, duration, label, setting
+from kvlib.isolate import ChildError, in_child
+from kvlib.provenance import Point, Scalar, canonical, duration, label, setting
+from kvlib.store import Row, Store, new_row, table
 
 Measure = Callable[..., list[dict[str, Any]]]
 DRIFT = 1.2  # probe time after / before a point beyond which the machine was disturbed
@@ -109,7 +111,7 @@ def run(
     `rows="measure"` measures the points that this machine lacks under the present sources (all
     with `force`), each in a process of its own if `isolate`, which alone `timeout` can end.
     `timed` brackets a point with a probe for disturbance. A plan longer than `limit_seconds`
-    sheds repeats, then points. The frame's `attrs`: see `provenance.table`.
+    sheds repeats, then points. The frame's `attrs`: see `store.table`.
     """
     if rows not in ("stored", "measure"):
         raise ValueError(f"rows must be 'stored' or 'measure', not {rows!r}")
@@ -117,7 +119,7 @@ def run(
     store, sources = Store(folder, name), provenance.source_hash(measure.__module__)
     if rows == "stored":
         store.load()
-        return provenance.table(name, wanted, store.choose(wanted, sources), sources, [])
+        return table(name, wanted, store.choose(wanted, sources), sources, [])
     job = _Job(name, measure, sources, isolate, timed, timeout, provenance.origin())
     with store.exclusive():
         store.load()
@@ -135,7 +137,7 @@ def run(
             store.add(job.row(point))
         store.compact()
     done = [row for p in wanted if (row := store.current(p, sources))]
-    return provenance.table(name, wanted, done, sources, dropped)
+    return table(name, wanted, done, sources, dropped)
 
 
 def shed(
@@ -206,7 +208,7 @@ class _Job:
     timeout: float | None
     origin: dict[str, Any]
 
-    def row(self, point: Point) -> provenance.Row:
+    def row(self, point: Point) -> Row:
         """Measure a point, once more if the machine was disturbed."""
         start = time.perf_counter()
         found = self._once(point)
@@ -217,17 +219,17 @@ class _Job:
         if found.status == "error":
             failed = f"{self.name}: {label(point)} failed: {found.detail}"
             raise MeasurementError(failed) from OriginalError(f"\n{trace}")
-        return provenance.new_row(point, self.sources, self.origin, **result)
+        return new_row(point, self.sources, self.origin, **result)
 
     def _once(self, point: Point) -> _Outcome:
         task, preload = (self.measure, point, self.timed), [__name__, self.measure.__module__]
         if not self.isolate:
             return _attempt(*task)
         try:
-            return provenance.in_child(_attempt, task, self.timeout, preload)
+            return in_child(_attempt, task, self.timeout, preload)
         except TimeoutError as error:
             return _Outcome("timeout", [], str(error))
-        except provenance.ChildError as error:
+        except ChildError as error:
             return _Outcome("oom" if error.killed else "error", [], str(error))
 
 

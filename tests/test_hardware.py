@@ -22,8 +22,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvlib import hardware
-from kvlib.hardware import LINKS, MACHINES, SHAPES, Machine, Shape
+from kvlib import hardware, shapes
+from kvlib.hardware import LINKS, MACHINES, Machine
+from kvlib.shapes import SHAPES, Shape
 
 LLAMA = SHAPES["llama-3.1-8b"]
 TINY = replace(SHAPES["smollm2-135m"], layers=2, vocab=64)
@@ -39,10 +40,10 @@ GQA: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "intermediate_size": 80
 
 tokens_ = st.integers(1, 1 << 20)
 batches = st.integers(1, 128)
-shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.__getitem__)
-dtypes = st.sampled_from(sorted(hardware.DTYPE_BYTES))
-prefills = st.sampled_from(hardware.PREFILLS)
-strategies = st.sampled_from(hardware.STRATEGIES)
+any_shape = st.sampled_from(sorted(SHAPES)).map(SHAPES.__getitem__)
+dtypes = st.sampled_from(sorted(shapes.DTYPE_BYTES))
+prefills = st.sampled_from(shapes.PREFILLS)
+strategies = st.sampled_from(shapes.STRATEGIES)
 unhurried = settings(deadline=None)  # other work on the machine may slow a single example
 
 
@@ -103,89 +104,87 @@ def test_from_config_reads_rope_theta_and_refuses_other_layouts() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    assert hardware.kv_bytes(LLAMA, 1) == 131_072
-    assert hardware.kv_bytes(LLAMA, 1000, batch=3, dtype="float32", layers=2) == 49_152_000
-    assert hardware.weight_bytes(LLAMA) == 16_060_522_496
+    assert shapes.kv_bytes(LLAMA, 1) == 131_072
+    assert shapes.kv_bytes(LLAMA, 1000, batch=3, dtype="float32", layers=2) == 49_152_000
+    assert shapes.weight_bytes(LLAMA) == 16_060_522_496
     # 10 of 100 tokens and a staging slot, 2 layers, 3 KV heads, 64 wide: keys, values, score, place
-    assert hardware.h2o_bytes(TINY, 100, 0.1, batch=4) == 4 * 11 * 2 * 3 * (2 * 64 * 2 + 8)
-    assert hardware.h2o_bytes(TINY, 100, 10, batch=4) == hardware.h2o_bytes(TINY, 100, 0.1, batch=4)
-    assert hardware.eager_scratch(TINY, 2048, dtype="float32") == 9 * 2048**2 * 8
-    assert hardware.eager_scratch(TINY, 2048, chunk=256) == 9 * 256 * 2048 * 8
-    assert hardware.flash_scratch(TINY, 2048, 2, tile=128) == 128 * 192 * 4 + 2 * 9 * 2048 * 4
-    assert hardware.column_mass_scratch(TINY, 2048, tile=64, copies=1) == 2048 * 4 * (9 * 64 + 3)
+    assert shapes.h2o_bytes(TINY, 100, 0.1, batch=4) == 4 * 11 * 2 * 3 * (2 * 64 * 2 + 8)
+    assert shapes.h2o_bytes(TINY, 100, 10, batch=4) == shapes.h2o_bytes(TINY, 100, 0.1, batch=4)
+    assert shapes.eager_scratch(TINY, 2048, dtype="float32") == 9 * 2048**2 * 8
+    assert shapes.eager_scratch(TINY, 2048, chunk=256) == 9 * 256 * 2048 * 8
+    assert shapes.flash_scratch(TINY, 2048, 2, tile=128) == 128 * 192 * 4 + 2 * 9 * 2048 * 4
+    assert shapes.column_mass_scratch(TINY, 2048, tile=64, copies=1) == 2048 * 4 * (9 * 64 + 3)
 
 
 def test_scalars_give_ints_and_arrays_broadcast() -> None:
-    assert type(hardware.kv_bytes(LLAMA, np.int64(7))) is int
-    assert type(hardware.h2o_bytes(LLAMA, 100, np.float64(0.25))) is int
+    assert type(shapes.kv_bytes(LLAMA, np.int64(7))) is int
+    assert type(shapes.h2o_bytes(LLAMA, 100, np.float64(0.25))) is int
     tokens, batch, budget = (
         np.array([[100], [1000]]),
         np.array([1, 2, 4]),
         np.array([0.1, 0.5, 1.0]),
     )
-    table = hardware.h2o_bytes(LLAMA, tokens, budget, batch)
+    table = shapes.h2o_bytes(LLAMA, tokens, budget, batch)
     assert isinstance(table, np.ndarray)
-    assert table[1, 2] == hardware.h2o_bytes(LLAMA, 1000, 1.0, 4)
-    for prefill in hardware.PREFILLS:
-        peaks = hardware.predict_prefill_peak(
-            LLAMA, tokens, prefill, "h2o", batch=batch, budget=0.3
-        )
-        one = hardware.predict_prefill_peak(LLAMA, 1000, prefill, "h2o", batch=4, budget=0.3)
+    assert table[1, 2] == shapes.h2o_bytes(LLAMA, 1000, 1.0, 4)
+    for prefill in shapes.PREFILLS:
+        peaks = shapes.predict_prefill_peak(LLAMA, tokens, prefill, "h2o", batch=batch, budget=0.3)
+        one = shapes.predict_prefill_peak(LLAMA, 1000, prefill, "h2o", batch=4, budget=0.3)
         assert isinstance(peaks, np.ndarray)
         assert peaks[1, 2] == one
 
 
 def test_kept_tokens() -> None:
-    assert [hardware.kept_tokens(n, 0.1) for n in (1, 30, 31, 100)] == [1, 3, 4, 10]
-    assert [hardware.kept_tokens(n, 16) for n in (1, 16, 17)] == [1, 16, 16]
-    assert hardware.kept_tokens(50, 1.0) == 50
-    assert hardware.kept_tokens(50, 1) == 1
+    assert [shapes.kept_tokens(n, 0.1) for n in (1, 30, 31, 100)] == [1, 3, 4, 10]
+    assert [shapes.kept_tokens(n, 16) for n in (1, 16, 17)] == [1, 16, 16]
+    assert shapes.kept_tokens(50, 1.0) == 50
+    assert shapes.kept_tokens(50, 1) == 1
 
 
 @unhurried
-@given(shapes, tokens_, tokens_, batches, batches, dtypes)
+@given(any_shape, tokens_, tokens_, batches, batches, dtypes)
 def test_more_tokens_or_rows_never_take_less(
     shape: Shape, n: int, m: int, b: int, c: int, dtype: str
 ) -> None:
     (n, m), (b, c) = sorted((n, m)), sorted((b, c))
-    formulas: list[Callable[[int, int], hardware.Count]] = [
-        lambda t, r: hardware.kv_bytes(shape, t, r, dtype),
-        lambda t, r: hardware.h2o_bytes(shape, t, 0.3, r, dtype),
-        lambda t, r: hardware.h2o_bytes(shape, t, 64, r, dtype),
-        lambda t, r: hardware.eager_scratch(shape, t, r, dtype),
-        lambda t, r: hardware.eager_scratch(shape, t, r, dtype, chunk=512),
-        lambda t, r: hardware.flash_scratch(shape, t, r),
-        lambda t, r: hardware.column_mass_scratch(shape, t, r),
+    formulas: list[Callable[[int, int], shapes.Count]] = [
+        lambda t, r: shapes.kv_bytes(shape, t, r, dtype),
+        lambda t, r: shapes.h2o_bytes(shape, t, 0.3, r, dtype),
+        lambda t, r: shapes.h2o_bytes(shape, t, 64, r, dtype),
+        lambda t, r: shapes.eager_scratch(shape, t, r, dtype),
+        lambda t, r: shapes.eager_scratch(shape, t, r, dtype, chunk=512),
+        lambda t, r: shapes.flash_scratch(shape, t, r),
+        lambda t, r: shapes.column_mass_scratch(shape, t, r),
     ]
     assert all(formula(n, b) <= formula(m, c) for formula in formulas)
 
 
 @unhurried
-@given(shapes, tokens_, st.floats(0.01, 1), st.floats(0.01, 1), batches)
+@given(any_shape, tokens_, st.floats(0.01, 1), st.floats(0.01, 1), batches)
 def test_h2o_grows_with_its_budget(shape: Shape, n: int, p: float, q: float, batch: int) -> None:
     p, q = sorted((p, q))
-    small, large = (hardware.h2o_bytes(shape, n, share, batch) for share in (p, q))
-    assert small <= large <= hardware.h2o_bytes(shape, n, n, batch)
+    small, large = (shapes.h2o_bytes(shape, n, share, batch) for share in (p, q))
+    assert small <= large <= shapes.h2o_bytes(shape, n, n, batch)
 
 
 @unhurried
-@given(shapes, st.integers(512, 1 << 20), batches, dtypes)
+@given(any_shape, st.integers(512, 1 << 20), batches, dtypes)
 def test_flash_needs_less_than_eager(shape: Shape, n: int, batch: int, dtype: str) -> None:
-    eager = hardware.eager_scratch(shape, n, batch, dtype)
-    assert hardware.flash_scratch(shape, n, batch) <= eager
-    assert hardware.eager_scratch(shape, n, batch, dtype, chunk=512) <= eager
+    eager = shapes.eager_scratch(shape, n, batch, dtype)
+    assert shapes.flash_scratch(shape, n, batch) <= eager
+    assert shapes.eager_scratch(shape, n, batch, dtype, chunk=512) <= eager
 
 
 @unhurried
-@given(shapes, st.floats(0.1, 20), prefills, strategies, st.integers(1, 8))
+@given(any_shape, st.floats(0.1, 20), prefills, strategies, st.integers(1, 8))
 def test_longest_prefill_is_the_last_that_fits(
     shape: Shape, spare: float, prefill: str, strategy: str, batch: int
 ) -> None:
-    capacity = hardware.weight_bytes(shape) + spare * 2**30
-    n = hardware.longest_prefill(shape, capacity, prefill, strategy, batch=batch, budget=0.3)
+    capacity = shapes.weight_bytes(shape) + spare * 2**30
+    n = shapes.longest_prefill(shape, capacity, prefill, strategy, batch=batch, budget=0.3)
 
-    def peak(tokens: int) -> hardware.Count:
-        return hardware.predict_prefill_peak(
+    def peak(tokens: int) -> shapes.Count:
+        return shapes.predict_prefill_peak(
             shape, tokens, prefill, strategy, batch=batch, budget=0.3
         )
 
@@ -194,8 +193,8 @@ def test_longest_prefill_is_the_last_that_fits(
 
 
 def test_what_does_not_fit_and_what_flash_gains() -> None:
-    assert hardware.longest_prefill(SHAPES["llama-3.1-70b"], 80e9) == 0
-    eager, flash = (hardware.longest_prefill(LLAMA, 80e9, p) for p in ("eager", "flash"))
+    assert shapes.longest_prefill(SHAPES["llama-3.1-70b"], 80e9) == 0
+    eager, flash = (shapes.longest_prefill(LLAMA, 80e9, p) for p in ("eager", "flash"))
     assert eager < 20_000 < 128_000 < flash
 
 
@@ -206,12 +205,12 @@ def test_lookup_forgives_case_slashes_and_blanks(name: str) -> None:
 
 def test_lookup_offers_near_names() -> None:
     assert hardware.find_link("PCIe-5") is LINKS["pcie-5"]
-    assert hardware.find_shape("OPT-125m") is SHAPES["opt-125m"]
+    assert shapes.find_shape("OPT-125m") is SHAPES["opt-125m"]
     for find, wrong, near in [
         (hardware.find_machine, "h100", "h100-sxm"),
         (hardware.find_link, "nvlink", "nvlink-c2c"),
-        (hardware.find_shape, "llama-3.1-8", "llama-3.1-8b"),
-        (hardware.find_shape, "", "qwen3-8b"),
+        (shapes.find_shape, "llama-3.1-8", "llama-3.1-8b"),
+        (shapes.find_shape, "", "qwen3-8b"),
     ]:
         with pytest.raises(ValueError, match=near) as error:
             find(wrong)
@@ -230,26 +229,26 @@ def test_published_figures_are_whole_and_sourced() -> None:
 
 
 BAD_CALLS: list[Callable[[], object]] = [
-    lambda: hardware.kv_bytes(LLAMA, 0),
-    lambda: hardware.kv_bytes(LLAMA, -5),
-    lambda: hardware.kv_bytes(LLAMA, math.nan),
-    lambda: hardware.kv_bytes(LLAMA, math.inf),
-    lambda: hardware.kv_bytes(LLAMA, 1.5),
-    lambda: hardware.kv_bytes(LLAMA, [[4, 0], [1, 2]]),
-    lambda: hardware.kv_bytes(LLAMA, 8, batch=0),
-    lambda: hardware.kv_bytes(LLAMA, 8, layers=0),
-    lambda: hardware.kv_bytes(LLAMA, 8, dtype="fp8"),
-    lambda: hardware.h2o_bytes(LLAMA, 8, 0),
-    lambda: hardware.h2o_bytes(LLAMA, 8, 0.0),
-    lambda: hardware.h2o_bytes(LLAMA, 8, 1.5),
-    lambda: hardware.h2o_bytes(LLAMA, 8, math.nan),
-    lambda: hardware.eager_scratch(LLAMA, 8, chunk=0),
-    lambda: hardware.flash_scratch(LLAMA, 8, tile=0),
-    lambda: hardware.column_mass_scratch(LLAMA, 8, copies=-1),
-    lambda: hardware.predict_prefill_peak(LLAMA, 8, "lazy"),
-    lambda: hardware.predict_prefill_peak(LLAMA, 8, strategy="magic"),
-    lambda: hardware.longest_prefill(LLAMA, 0),
-    lambda: hardware.longest_prefill(LLAMA, math.nan),
+    lambda: shapes.kv_bytes(LLAMA, 0),
+    lambda: shapes.kv_bytes(LLAMA, -5),
+    lambda: shapes.kv_bytes(LLAMA, math.nan),
+    lambda: shapes.kv_bytes(LLAMA, math.inf),
+    lambda: shapes.kv_bytes(LLAMA, 1.5),
+    lambda: shapes.kv_bytes(LLAMA, [[4, 0], [1, 2]]),
+    lambda: shapes.kv_bytes(LLAMA, 8, batch=0),
+    lambda: shapes.kv_bytes(LLAMA, 8, layers=0),
+    lambda: shapes.kv_bytes(LLAMA, 8, dtype="fp8"),
+    lambda: shapes.h2o_bytes(LLAMA, 8, 0),
+    lambda: shapes.h2o_bytes(LLAMA, 8, 0.0),
+    lambda: shapes.h2o_bytes(LLAMA, 8, 1.5),
+    lambda: shapes.h2o_bytes(LLAMA, 8, math.nan),
+    lambda: shapes.eager_scratch(LLAMA, 8, chunk=0),
+    lambda: shapes.flash_scratch(LLAMA, 8, tile=0),
+    lambda: shapes.column_mass_scratch(LLAMA, 8, copies=-1),
+    lambda: shapes.predict_prefill_peak(LLAMA, 8, "lazy"),
+    lambda: shapes.predict_prefill_peak(LLAMA, 8, strategy="magic"),
+    lambda: shapes.longest_prefill(LLAMA, 0),
+    lambda: shapes.longest_prefill(LLAMA, math.nan),
     lambda: Machine.measure(seconds=0),
     lambda: Machine.measure(device="tpu"),
 ]

@@ -18,8 +18,9 @@ import psutil
 import pytest
 import study_points as points_of
 
-from kvlib import provenance, study
-from kvlib.provenance import Store, source_hash
+from kvlib import provenance, store, study
+from kvlib.provenance import source_hash
+from kvlib.store import Store
 
 POINTS = [{"strategy": "h2o", "tokens": tokens, "repeat": 0} for tokens in (10, 20, 30, 40)]
 
@@ -110,9 +111,9 @@ def test_the_file_does_not_depend_on_the_order_of_measuring(
     run: Any, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study.time, "perf_counter", lambda: 0.0)
-    fixed = provenance.datetime.now(provenance.UTC)
+    fixed = store.datetime.now(store.UTC)
     clock = type("Clock", (), {"now": staticmethod(lambda _: fixed)})
-    monkeypatch.setattr(provenance, "datetime", clock)
+    monkeypatch.setattr(store, "datetime", clock)
     run()
     content = file.read_bytes()
     file.unlink()
@@ -220,7 +221,7 @@ def test_a_full_disk_while_compacting_leaves_the_file_as_it_was(
 
 def test_two_runs_do_not_measure_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from kvlib.provenance import Store\n"
+        "import sys; from kvlib.store import Store\n"
         "with Store(sys.argv[1], 'demo').exclusive(): print('in', flush=True)"
     )
     with Store(tmp_path, "other").exclusive():
