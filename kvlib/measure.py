@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from kvlib.attachment import attach
 from kvlib.attention import KEY_TILE, QUERY_TILE, Binding, attention_forward, explicit_scratch
 from kvlib.caches import KVCache, find_strategy, make_cache
-from kvlib.shapes import Shape, find_shape, kv_bytes, weight_bytes
 from kvlib.models import load
+from kvlib.shapes import Shape, find_shape, kv_bytes, weight_bytes
 from kvlib.study import Refused
 from kvlib.texts import long_text
 from kvlib.tiers import CPU_CAPACITY, Tier, Tiers

@@ -9,12 +9,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvlib.models import Loaded, load, tiny_config
 
 torch.set_num_threads(2)
+settings.register_profile("kvlib", deadline=None)  # a busy machine is no failure
+settings.load_profile("kvlib")
 
 
 @pytest.fixture(scope="session")
