@@ -18,6 +18,7 @@ from kvlib.caches.h2o import H2O
 from kvlib.tiers import storage_bytes
 
 SIZE = 8
+STATE = ("position", "score")
 
 
 def run(
@@ -25,10 +26,11 @@ def run(
     lengths: list[int],
     decode: int,
     chunk: int | None = None,
+    kind: type[H2O] = H2O,
     **knobs: Any,
 ) -> KVCache:
     """Feed left-padded prompts of these lengths, then `decode` tokens; check after every step."""
-    cache = KVCache(lambda timeline, tiers: H2O(timeline, tiers, **knobs), 1)
+    cache = KVCache(lambda timeline, tiers: kind(timeline, tiers, **knobs), 1)
     module: Any = nn.Module()
     module.layer_idx, module.kv_binding = 0, Binding(cache)
     width = max(lengths)
@@ -158,6 +160,60 @@ def test_mass_is_conserved_while_nothing_is_evicted() -> None:
     score = layer.slots["score"][:, :, : max(layer.count)]
     totals = score.masked_fill(layer.empties(), 0).sum(-1)
     torch.testing.assert_close(totals, torch.tensor([[90.0, 90.0], [69.0, 69.0]]))
+
+
+class Recorder(H2O):
+    """Notes what each step evicts, and that what stays keeps the score that it had."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.evicted: dict[tuple[int, int], float] = {}  # (row, head) -> scores gone so far
+
+    def scores(self, row: int, head: int) -> dict[int, float]:
+        """Position -> score of what this row's head stores."""
+        n = self.count[row]
+        position, score = (self.slots[name][row, head, :n].tolist() for name in STATE)
+        return dict(zip(position, score, strict=True))
+
+    def observe(self, mass: Tensor | None) -> None:
+        assert mass is not None
+        heads = list(itertools.product(range(mass.shape[0]), range(mass.shape[1])))
+        before = {place: self.scores(*place) for place in heads}
+        got = {(b, h): mass[b, h, : self.count[b]].tolist() for b, h in heads}
+        super().observe(mass)
+        for place, old in before.items():
+            full = {p: s + m for (p, s), m in zip(old.items(), got[place], strict=True)}
+            left = self.scores(*place)
+            assert left == pytest.approx({p: full[p] for p in left}, rel=1e-5, abs=1e-6)
+            gone = sum(full[p] for p in full.keys() - left.keys())
+            self.evicted[place] = self.evicted.get(place, 0.0) + gone
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    decode=st.integers(0, 8),
+    chunk=st.integers(1, 35),
+    budget=st.one_of(st.floats(0.02, 1.0), st.integers(1, 20)),
+    score=st.sampled_from(["sum", "mean"]),
+    evict=st.sampled_from(["end", "chunk"]),
+)
+@settings(max_examples=30, deadline=None)
+def test_each_slot_is_one_token_s_own_and_no_attention_is_lost(
+    seed: int, lengths: list[int], decode: int, chunk: int, budget: float, score: str, evict: str
+) -> None:
+    inputs = random_inputs(seed, len(lengths), 2, 3, max(lengths) + decode)
+    knobs = {"budget": budget, "score": score, "evict": evict}
+    layer = run(inputs, lengths, decode, chunk, kind=Recorder, **knobs).layers[0]
+    assert isinstance(layer, Recorder)
+    for b, n in enumerate(lengths):
+        pads, stored = max(lengths) - n, layer.count[b]
+        for head in range(2):
+            columns = layer.positions[b, head, :stored].long() + pads
+            for name, fed in (("key", inputs[1]), ("value", inputs[2])):
+                assert layer.slots[name][b, head, :stored].equal(fed[b, head, columns])
+            kept = sum(layer.scores(b, head).values())
+            assert kept + layer.evicted[b, head] == pytest.approx(3 * (n + decode), rel=1e-4)
 
 
 def test_steady_decode_writes_in_place() -> None:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import kvlib
+from kvlib.models import TINY
 from kvlib.tiers import DeviceOutOfMemory, Tier, Tiers
 
 Tiny = Callable[..., PreTrainedModel]
@@ -109,6 +110,54 @@ def test_other_batch_and_right_padding(model: PreTrainedModel) -> None:
         model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="2 rows"):
             model(ids[:1, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("strategy", ["full", "h2o"])
+def test_last_logits_of_a_padded_row_are_those_of_the_row_alone(
+    tiny: Tiny, name: str, strategy: str
+) -> None:
+    """One forward without position_ids: the padding mask and the true positions get through."""
+    model, lengths = tiny(name), [13, 6, 1]
+    ids, mask = batch(lengths)
+    with kvlib.attach(model):
+        cache = kvlib.make_cache(strategy, model)
+        together = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+        assert cache.timeline.seen == lengths
+    for b, n in enumerate(lengths):
+        alone = model(ids[b : b + 1, -n:], use_cache=False).logits[0, -1]  # not attached
+        torch.testing.assert_close(together[b], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("strategy", "knobs"), [("full", {}), ("h2o", {"budget": 5})])
+def test_a_cache_that_refused_input_goes_on_as_if_it_had_not(
+    model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
+) -> None:
+    ids, _ = batch([10, 10])
+    with kvlib.attach(model):
+        logits = []
+        for refuse in (False, True):
+            cache = kvlib.make_cache(strategy, model, **knobs)
+            model(ids[:, :9], past_key_values=cache)
+            if refuse:
+                wrong = [{"attention_mask": torch.ones(2, 8)}, {"position_ids": ids[:, :1] * 0}]
+                for more in wrong:
+                    with pytest.raises(ValueError, match="does not continue"):
+                        model(ids[:, 9:], past_key_values=cache, **more)
+                with pytest.raises(ValueError, match="2 rows"):
+                    model(ids[:1, 9:], past_key_values=cache)
+            logits.append(model(ids[:, 9:], past_key_values=cache).logits)
+            cache.check()
+    assert logits[0].equal(logits[1])
+
+
+def test_an_error_inside_the_block_detaches(model: PreTrainedModel) -> None:
+    before = model.config._attn_implementation
+    with pytest.raises(KeyError, match="anything"), kvlib.attach(model):
+        raise KeyError("anything")
+    assert model.config._attn_implementation == before
+    assert not any(hasattr(module, "kv_binding") for module in model.modules())
+    assert model(batch([8])[0]).past_key_values is not None  # with a cache of its own
 
 
 def test_a_share_needs_to_know_where_the_prompt_ends(model: PreTrainedModel) -> None:
