@@ -259,9 +259,8 @@ def flash(
     lse = query.new_empty(batch, heads, tokens, dtype=torch.float32)
     for head in range(key.shape[1]):
         part = slice(head * group, (head + 1) * group)
-        wide = (t[:, head : head + 1].expand(-1, group, -1, -1) for t in (key, value))
-        one = _flash_kernel(query[:, part], next(wide), next(wide), scale, causal)
-        out[:, part], lse[:, part] = one
+        keys, values = (t[:, head : head + 1].expand(-1, group, -1, -1) for t in (key, value))
+        out[:, part], lse[:, part] = _flash_kernel(query[:, part], keys, values, scale, causal)
     return out, lse
 
 

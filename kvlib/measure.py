@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvlib.attachment import attach
 from kvlib.attention import KEY_TILE, QUERY_TILE, Binding, attention_forward, explicit_scratch
 from kvlib.caches import KVCache, find_strategy, make_cache
-from kvlib.models import load
+from kvlib.models import FREE_SHARE, load
 from kvlib.shapes import Shape, find_shape, kv_bytes, weight_bytes
 from kvlib.study import Refused
 from kvlib.texts import long_text
@@ -29,7 +29,6 @@ Values = list[dict[str, Any]]
 
 CHUNK = 512  # tokens a chunk
 BUDGET = 0.3  # of H2O, as in the study that is reproduced
-FREE_SHARE = 0.8  # of free RAM that a point may be predicted to need
 PREFILLS: dict[str, dict[str, str]] = {
     "eager": {"kernel": "eager"},
     "chunked": {"kernel": "eager", "evict": "chunk"},

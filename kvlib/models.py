@@ -28,7 +28,7 @@ from kvlib.shapes import SHAPES, Shape, find_shape, weight_bytes
 
 BUNDLED = "smollm2"
 TINY = ("llama", "qwen3", "mistral", "opt")
-FREE_SHARE = 0.8  # of the free memory that random weights may take
+FREE_SHARE = 0.8  # of the free memory that weights or a measurement may be predicted to take
 
 
 @dataclass(frozen=True)

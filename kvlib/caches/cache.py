@@ -103,9 +103,11 @@ class KVCache(Cache):
 
     def _check_rows_have_tokens(self, lengths: Sequence[int]) -> None:
         """Only a row that begin() announced may start with a chunk of nothing but pads."""
+        if self.timeline.announced:
+            return
         seen = self.timeline.seen or [0] * len(lengths)
         for b, (n, s) in enumerate(zip(lengths, seen, strict=True)):
-            if n + s == 0 and not self.timeline.announced:
+            if n + s == 0:
                 raise ValueError(f"row {b} has no token at all")
 
     def _check_positions(self, lengths: list[int], tokens: int, position_ids: Tensor) -> None:
