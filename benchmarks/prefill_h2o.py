@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvlib.attention import column_mass, explicit_prefill, flash_prefill
+from kvlib.kernels import column_mass, explicit_prefill, flash_prefill
 from kvlib.measure import peak_rss
 
 HEADS, KV_HEADS, SIZE = 9, 3, 64  # SmolLM2-135M

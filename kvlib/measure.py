@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from kvlib.attachment import attach
-from kvlib.attention import KEY_TILE, QUERY_TILE, Binding, attention_forward, explicit_scratch
+from kvlib.attention import Binding, attention_forward
 from kvlib.caches import KVCache, find_strategy, make_cache
+from kvlib.caches.timeline import Timeline
+from kvlib.kernels import KEY_TILE, QUERY_TILE, explicit_scratch
 from kvlib.models import FREE_SHARE, load
 from kvlib.shapes import Shape, find_shape, kv_bytes, weight_bytes
 from kvlib.study import Refused
@@ -138,7 +140,7 @@ def run_layer(
     """Prefill a cache of one layer with these inputs, in chunks if so asked."""
     layer = find_strategy(strategy)
     options = knobs(strategy, prefill)
-    cache = KVCache(lambda timeline, tier: layer(timeline, tier, **options), 1, tiers)
+    cache = KVCache([layer(Timeline(), tiers, **options)])
     module: Any = nn.Module()
     module.layer_idx, module.kv_binding = 0, Binding(cache)
     tokens = inputs[0].shape[2]

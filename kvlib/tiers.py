@@ -57,16 +57,22 @@ class Tier:
         return None if self.capacity is None else self.capacity - self.fixed - self.used
 
     def empty(
-        self, *shape: int, dtype: torch.dtype, device: torch.device, fill: float = 0
+        self,
+        *shape: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: float = 0,
+        pin: bool = False,
     ) -> Tensor:
         """A tensor of `shape` filled with `fill`, counted until it is collected.
 
+        pin: page-locked, from where a GPU can copy beside its computation.
         Raises DeviceOutOfMemory before anything is allocated.
         """
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self._take(nbytes)
         make = torch.zeros if fill == 0 else torch.empty
-        tensor = make(shape, dtype=dtype, device=device)
+        tensor = make(shape, dtype=dtype, device=device, pin_memory=pin)
         weakref.finalize(tensor, self._give, nbytes)
         return tensor if fill == 0 else tensor.fill_(fill)
 

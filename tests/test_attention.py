@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvlib.attention import (
-    attention_forward,
-    column_mass,
-    explicit_prefill,
-    flash_prefill,
-    refuse_extras,
-)
+from kvlib.attention import attention_forward, refuse_extras
+from kvlib.kernels import column_mass, explicit_prefill, flash_prefill
 
 
 def matrix(query: Tensor, key: Tensor, scale: float, window: int | None = None) -> Tensor:

@@ -126,7 +126,7 @@ def test_a_used_cache_after_reset_is_a_fresh_one(tiny: Tiny) -> None:
         used = kvlib.make_cache("h2o", model, budget=0.3)
         generate(model, *batch([19, 4], seed=5), 9, past_key_values=used)
         used.reset()
-        assert used.nbytes() == {"kv": 0, "state": 0}
+        assert used.nbytes() == {"kv": 0, "state": 0, "host": 0}
         assert used.tiers.device.used == 0
         again = generate(model, *batch([14]), 9, past_key_values=used)
         fresh = kvlib.make_cache("h2o", model, budget=0.3)
@@ -139,7 +139,7 @@ def test_bfloat16_runs_and_evicts(tiny: Tiny) -> None:
         cache = kvlib.make_cache("h2o", model, budget=0.3)
         generate(model, *batch([20, 11]), 10, past_key_values=cache)
         cache.check()
-    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert cache.layers[0].slots["key"].dtype == torch.bfloat16
     assert cache.layers[0].slots["score"].dtype == torch.float32
 
 

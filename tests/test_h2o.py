@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from kvlib.attention import Binding, attention_forward
 from kvlib.caches import Budget, KVCache
 from kvlib.caches.h2o import H2O
-from kvlib.tiers import storage_bytes
+from kvlib.caches.timeline import Timeline
+from kvlib.tiers import Tiers, storage_bytes
 
 SIZE = 8
 STATE = ("position", "score")
@@ -30,7 +31,7 @@ def run(
     **knobs: Any,
 ) -> KVCache:
     """Feed left-padded prompts of these lengths, then `decode` tokens; check after every step."""
-    cache = KVCache(lambda timeline, tiers: kind(timeline, tiers, **knobs), 1)
+    cache = KVCache([kind(Timeline(), Tiers(), **knobs)])
     module: Any = nn.Module()
     module.layer_idx, module.kv_binding = 0, Binding(cache)
     width = max(lengths)
@@ -175,12 +176,12 @@ class Recorder(H2O):
         position, score = (self.slots[name][row, head, :n].tolist() for name in STATE)
         return dict(zip(position, score, strict=True))
 
-    def observe(self, mass: Tensor | None) -> None:
+    def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
         assert mass is not None
         heads = list(itertools.product(range(mass.shape[0]), range(mass.shape[1])))
         before = {place: self.scores(*place) for place in heads}
         got = {(b, h): mass[b, h, : self.count[b]].tolist() for b, h in heads}
-        super().observe(mass)
+        super().observe(query, scale, mass)
         for place, old in before.items():
             full = {p: s + m for (p, s), m in zip(old.items(), got[place], strict=True)}
             left = self.scores(*place)

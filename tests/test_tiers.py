@@ -14,7 +14,7 @@ from conftest import batch, generate
 from transformers import PreTrainedModel
 
 import kvlib
-from kvlib.attention import explicit_scratch
+from kvlib.kernels import explicit_scratch
 from kvlib.tiers import DeviceOutOfMemory, Tier, Tiers, storage_bytes
 
 Tiny = Callable[..., PreTrainedModel]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,7 @@ def make_cache(
     if unknown:
         has = ", ".join(sorted(known)) or "none"
         raise ValueError(f"{layer.__name__} has no parameter {', '.join(unknown)}; it has: {has}")
-    depth = model.config.get_text_config().num_hidden_layers
-    return KVCache(partial(layer, **knobs), depth, tiers)
+    return KVCache(layer.build(model, tiers or Tiers(), **knobs))
 
 
 def find_strategy(name: str) -> type[KVLayer]:

@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlib.caches.timeline import Timeline
-from kvlib.tiers import Tiers, storage_bytes
+from kvlib.tiers import Tier, Tiers, storage_bytes
 
 EMPTY = -1  # position of a slot that holds no token
+KV = ("key", "value")
+
+
+@dataclass
+class View:
+    """What a forward attends over: row b's tokens in slots 0 … count[b]-1 of each KV head."""
+
+    key: Tensor  # [B, Hkv, S, D]
+    value: Tensor  # [B, Hkv, S, D]
+    position: Tensor  # [B, Hkv, S] int32, true positions; beyond count[b] they mean nothing
+    count: list[int]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Do all rows have equally many tokens?"""
+        return min(self.count) == max(self.count)
+
+    def empties(self) -> Tensor:
+        """[B, 1, S] bool: slots beyond a row's count."""
+        return empty_slots(self.count, self.key.device)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of per-slot state: its entries are [*tail], and live in the `tier` of that name."""
+
+    dtype: torch.dtype
+    tail: tuple[int, ...] = ()
+    tier: str = "device"
 
 
 class KVLayer(CacheLayerMixin):
@@ -29,19 +60,30 @@ class KVLayer(CacheLayerMixin):
 
     kernel: str = "flash"  # prefill attention: "flash", or "eager" = the matrix materialised
     wants_mass: ClassVar[bool] = False  # ask the attention function for the column mass
+    wants_query: bool = False  # ask for the query before it is computed, for `anticipate`
     needs_lengths: bool = False  # refuse chunks of a prompt that begin() did not announce
     slack: ClassVar[int] = 64  # slots added beyond need when storage grows
-    extra: ClassVar[dict[str, torch.dtype]] = {}  # further per-slot state: name -> dtype
+    home: ClassVar[str] = "device"  # the tier that keys and values live in
+    extra: ClassVar[dict[str, torch.dtype]] = {}  # further per-slot numbers: name -> dtype
+    is_croppable = False
 
     def __init__(self, timeline: Timeline, tiers: Tiers) -> None:
         CacheLayerMixin.__init__(self)
         self.timeline, self.tiers = timeline, tiers
         self.reset()
 
+    @classmethod
+    def build(cls, model: PreTrainedModel, tiers: Tiers, **knobs: Any) -> list[KVLayer]:
+        """One layer for each of the model's decoder layers, on one timeline."""
+        timeline = Timeline()
+        depth = model.config.get_text_config().num_hidden_layers
+        return [cls(timeline, tiers, **knobs) for _ in range(depth)]
+
     def reset(self) -> None:
         """Forget everything and free the storage."""
         self.slots: dict[str, Tensor] = {}
-        self.keys = self.values = None
+        self.keys = self.values = None  # transformers' names; ours are in `slots`
+        self.view: View | None = None  # what the attention that runs now attends over
         self.count: list[int] = []  # tokens stored, a row
         self.fed = 0  # columns fed, pads included: what transformers calls the sequence length
         self.tick = 0
@@ -67,7 +109,8 @@ class KVLayer(CacheLayerMixin):
         self._write(key_states.detach(), value_states.detach())  # a cache holds no graph
         self.fed += key_states.shape[-2]
         self.tick += 1
-        return self._view()
+        self.view = self._show(key_states.detach(), value_states.detach())
+        return self.view.key, self.view.value
 
     def get_seq_length(self) -> int:
         """Columns fed so far, pads and evicted tokens included; never the number stored."""
@@ -81,8 +124,17 @@ class KVLayer(CacheLayerMixin):
 
     # -- what the attention function and the engine call --------------------------------------
 
-    def observe(self, mass: Tensor | None) -> None:
-        """After this forward's attention: its column mass [B, Hkv, S], if it was asked for."""
+    def anticipate(self, query: Tensor | None) -> None:
+        """Before the attention of the layer in front of this one: time to fetch what it needs.
+
+        query [B, Hq, T, D]: this layer's query as foreseen, where `wants_query` asks for it.
+        """
+
+    def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
+        """After this forward's attention with `query` [B, Hq, T, D] and the factor `scale`.
+
+        mass [B, Hkv, S]: the column mass over `view`, if it was asked for.
+        """
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat."""
@@ -111,8 +163,7 @@ class KVLayer(CacheLayerMixin):
 
     def empties(self) -> Tensor:
         """[B, 1, S] bool: slots beyond a row's count."""
-        slot = torch.arange(max(self.count), device=self.device)
-        return slot >= torch.tensor(self.count, device=self.device)[:, None, None]
+        return empty_slots(self.count, self.device)
 
     def per_row(self, values: Sequence[int]) -> Tensor | int:
         """`values` to broadcast over [B, Hkv, S]: one number where all rows agree."""
@@ -121,12 +172,12 @@ class KVLayer(CacheLayerMixin):
         return torch.tensor(values, device=self.device)[:, None, None]
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of distinct storage: `kv` for keys and values, `state` for what goes with them."""
-        kv = {"key", "value"}
-        return {
-            "kv": storage_bytes(t for name, t in self.slots.items() if name in kv),
-            "state": storage_bytes(t for name, t in self.slots.items() if name not in kv),
-        }
+        """Bytes of distinct storage: `kv` and other `state` on the device, all on the `host`."""
+        parts: dict[str, list[Tensor]] = {"kv": [], "state": [], "host": []}
+        for name, kind in self.kinds().items() if self.slots else ():
+            part = "host" if kind.tier == "host" else "kv" if name in KV else "state"
+            parts[part].append(self.slots[name])
+        return {part: storage_bytes(tensors) for part, tensors in parts.items()}
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the cache is broken."""
@@ -150,16 +201,28 @@ class KVLayer(CacheLayerMixin):
 
     # -- storage ----------------------------------------------------------------------------
 
+    def kinds(self) -> dict[str, Kind]:
+        """What is kept for each slot; all of it grows, moves and is evicted together."""
+        _, size = self.shape
+        kinds = {name: Kind(self.dtype, (size,), self.home) for name in KV}
+        kinds["position"] = Kind(torch.int32)
+        return kinds | {name: Kind(dtype) for name, dtype in self.extra.items()}
+
+    def _storage(self, name: str, batch: int, capacity: int) -> Tensor:
+        """Zeroed room for one kind of state, [batch, Hkv, capacity, *tail]."""
+        kind = self.kinds()[name]
+        tier: Tier = getattr(self.tiers, kind.tier)
+        device = self.device if kind.tier == "device" else torch.device("cpu")
+        pin = device != self.device  # so that copies to the device can run by themselves
+        return tier.empty(
+            batch, self.shape[0], capacity, *kind.tail, dtype=kind.dtype, device=device, pin=pin
+        )
+
     def _allocate(self, capacity: int) -> None:
         """Give every per-slot tensor `capacity` slots; what is stored moves along."""
-        heads, size = self.shape
         old, self.slots, n = self.slots, {}, max(self.count)
-        kinds = {"key": self.dtype, "value": self.dtype, "position": torch.int32, **self.extra}
-        for name, dtype in kinds.items():
-            tail = (size,) if name in ("key", "value") else ()
-            new = self.tiers.device.empty(
-                len(self.count), heads, capacity, *tail, dtype=dtype, device=self.device
-            )
+        for name in self.kinds():
+            new = self._storage(name, len(self.count), capacity)
             if name in old:
                 new[:, :, :n] = old.pop(name)[:, :, :n]
             self.slots[name] = new
@@ -172,12 +235,8 @@ class KVLayer(CacheLayerMixin):
             self._allocate(need + (self.slack if self.tick else 0))
         assert self.timeline.positions is not None
         position = self.timeline.positions[:, None].expand(-1, self.shape[0], -1)
-        new: dict[str, Tensor | int] = {
-            "key": key,
-            "value": value,
-            "position": position,
-            **dict.fromkeys(self.extra, 0),
-        }
+        new: dict[str, Tensor | int] = dict.fromkeys(self.slots, 0)
+        new |= {"key": key, "value": value, "position": position}
         for name, data in new.items():
             self._put(self.slots[name], data, tokens)
         self.count = [n + new for n, new in zip(self.count, lengths, strict=True)]
@@ -193,19 +252,24 @@ class KVLayer(CacheLayerMixin):
                 row = data[b, :, tokens - new :] if isinstance(data, Tensor) else data
                 into[b, :, n : n + new] = row
 
-    def _view(self) -> tuple[Tensor, Tensor]:
+    def _show(self, key: Tensor, value: Tensor) -> View:
+        """What this forward attends over; its new keys and values [B, Hkv, T, D] are stored."""
         n = max(self.count)
-        self.keys, self.values = self.slots["key"][:, :, :n], self.slots["value"][:, :, :n]
-        return self.keys, self.values
+        key, value, position = (self.slots[name][:, :, :n] for name in (*KV, "position"))
+        return View(key, value, position, self.count)
 
     def _gather_rows(self, rows: Sequence[int]) -> None:
-        index = torch.tensor(rows, device=self.device)
+        index = torch.tensor(rows)
         for name in list(self.slots):
             old = self.slots[name]
-            shape = (len(rows), *old.shape[1:])
-            new = self.tiers.device.empty(*shape, dtype=old.dtype, device=self.device)
-            self.slots[name] = torch.index_select(old, 0, index, out=new)
-        self._view()
+            new = self._storage(name, len(rows), old.shape[2])
+            self.slots[name] = torch.index_select(old, 0, index.to(old.device), out=new)
+
+
+def empty_slots(count: Sequence[int], device: torch.device) -> Tensor:
+    """[B, 1, S] bool: slots that lie beyond their row's count."""
+    slot = torch.arange(max(count), device=device)
+    return slot >= torch.tensor(count, device=device)[:, None, None]
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvlib.caches.base import KVLayer
-from kvlib.caches.timeline import Timeline
-from kvlib.tiers import Tiers
 
 
 class KVCache(Cache):
     """A transformers cache whose layers are one strategy; pass it as `past_key_values`.
 
-    make    builds one layer from the shared timeline and the tiers
-    depth   number of decoder layers
+    layers  one a decoder layer, all on the same timeline and tiers
     """
 
     layers: list[Any]  # of KVLayer
 
-    def __init__(
-        self, make: Callable[[Timeline, Tiers], KVLayer], depth: int, tiers: Tiers | None = None
-    ) -> None:
-        self.timeline, self.tiers = Timeline(), tiers or Tiers()
-        super().__init__(layers=[make(self.timeline, self.tiers) for _ in range(depth)])
+    def __init__(self, layers: Sequence[KVLayer]) -> None:
+        self.timeline, self.tiers = layers[0].timeline, layers[0].tiers
+        super().__init__(layers=list(layers))
 
     def begin(self, prompt_lengths: Sequence[int]) -> None:
         """Open a turn of `prompt_lengths[b]` real tokens for row b, fed in any number of chunks.
@@ -148,9 +143,9 @@ class KVCache(Cache):
         self.timeline.shorten(abs(tokens_to_remove))
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of distinct storage over all layers: `kv`, and `state` kept beside it."""
+        """Bytes over all layers: `kv` and other `state` on the device, and all on the `host`."""
         layers = [layer.nbytes() for layer in self.layers]
-        return {kind: sum(n[kind] for n in layers) for kind in ("kv", "state")}
+        return {part: sum(n[part] for n in layers) for part in layers[0]}
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; tests call this after every step."""

@@ -69,7 +69,6 @@ class EvictingLayer(KVLayer):
     """
 
     slack = 8
-    is_croppable = False
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class EvictingLayer(KVLayer):
             "use strategy 'full' for assisted or speculative decoding"
         )
 
-    def observe(self, mass: Tensor | None) -> None:
+    def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
         if self.evict == "end" and self.timeline.pending:
             return
         keep = [min(n, limit) for n, limit in zip(self.count, self.limits(), strict=True)]
@@ -112,7 +111,6 @@ class EvictingLayer(KVLayer):
         else:
             self._compact(keep)
         self.count = keep
-        self._view()
 
     def check(self) -> None:
         super().check()
@@ -131,9 +129,7 @@ class EvictingLayer(KVLayer):
             over = torch.tensor([k < n for k, n in zip(keep, self.count, strict=True)])
             victim = torch.where(over.to(self.device)[:, None, None], victim, last)
         for tensor in self.slots.values():
-            newest = _at(tensor, last)
-            index = victim if tensor.dim() == 3 else victim[..., None].expand(newest.shape)
-            tensor.scatter_(2, index, newest)
+            _overwrite(tensor, victim, _at(tensor, last))
 
     def _compact(self, keep: Sequence[int]) -> None:
         """Copy the `keep[b]` highest-priority tokens of row b into fresh, smaller storage."""
@@ -148,12 +144,8 @@ class EvictingLayer(KVLayer):
         old, self.slots = self.slots, {}
         for name in list(old):
             source = old.pop(name)
-            heads, tail = source.shape[1], source.shape[3:]
-            new = self.tiers.device.empty(
-                len(keep), heads, max(keep) + 1, *tail, dtype=source.dtype, device=self.device
-            )
-            where = index if not tail else index[..., None].expand(*index.shape, *tail)
-            new[:, :, : max(keep)] = source.gather(2, where)
+            new = self._storage(name, len(keep), max(keep) + 1)
+            new[:, :, : max(keep)] = source.gather(2, _spread(index, source))
             self.slots[name] = new
 
 
@@ -161,7 +153,19 @@ def _at(tensor: Tensor, slot: Tensor | int) -> Tensor:
     """The entry of one slot a row, [B, Hkv, 1, …]."""
     if isinstance(slot, int):
         return tensor[:, :, slot : slot + 1].clone()
-    index = slot.expand(*tensor.shape[:2], 1)
-    return tensor.gather(
-        2, index if tensor.dim() == 3 else index[..., None].expand(*index.shape, tensor.shape[-1])
-    )
+    return tensor.gather(2, _spread(slot.expand(*tensor.shape[:2], 1), tensor))
+
+
+def _spread(index: Tensor, over: Tensor) -> Tensor:
+    """A slot index [B, Hkv, n] for `gather` from a tensor [B, Hkv, S, …]."""
+    index = index.to(over.device)
+    return index if over.dim() == 3 else index[..., None].expand(*index.shape, *over.shape[3:])
+
+
+def _overwrite(tensor: Tensor, slot: Tensor, entry: Tensor) -> None:
+    """Put one entry [B, Hkv, 1, …] into one slot of each KV head of whole storage."""
+    heads = slot.shape[0] * slot.shape[1]
+    first = torch.arange(heads, device=tensor.device) * tensor.shape[2]
+    where = first + slot.to(tensor.device).view(-1)
+    entries = tensor.view(heads * tensor.shape[2], *tensor.shape[3:])
+    entries.index_copy_(0, where, entry.reshape(heads, *tensor.shape[3:]))

@@ -29,4 +29,3 @@ class Full(KVLayer):
             raise ValueError(f"cannot crop {tokens} tokens: a row holds {min(self.count)}")
         self.count = [n - tokens for n in self.count]
         self.fed -= tokens
-        self._view()

@@ -51,10 +51,10 @@ class H2O(EvictingLayer):
         self.score = one_of("score", score, ("sum", "mean"))
         super().__init__(timeline, tiers, budget=budget, evict=evict, kernel=kernel)
 
-    def observe(self, mass: Tensor | None) -> None:
+    def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
         assert mass is not None, "the attention function gave no column mass"
         self.slots["score"][:, :, : mass.shape[-1]] += mass
-        super().observe(mass)
+        super().observe(query, scale, mass)
 
     def priority(self) -> Tensor:
         position = self.slots["position"][:, :, : max(self.count)]
