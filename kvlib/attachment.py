@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from kvlib.attention import NAME, Binding, attention_forward, mask_untouched
 from kvlib.caches.cache import KVCache
+from kvlib.projection import attention_modules, find_hidden, find_rope, project_query
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -25,14 +26,15 @@ class Attachment:
         self.model, self.binding = model, Binding()
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
-        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "layer_idx")]
-        for module in self._modules:
-            module.kv_binding = self.binding
+        self._modules: list[Any] = attention_modules(model)
         decoder = model.get_decoder()
         self._hooks = [
             decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
             decoder.register_forward_hook(self._leave, always_call=True),
         ]
+        for module in self._modules:
+            module.kv_binding = self.binding
+            self._hooks.append(module.register_forward_pre_hook(self._ahead, with_kwargs=True))
 
     def detach(self) -> None:
         """Give the model back its own attention. Calling it twice does no harm."""
@@ -83,6 +85,22 @@ class Attachment:
         positions = cache.timeline.positions
         assert positions is not None
         return args, {**kwargs, "position_ids": positions.clamp(min=0).long()}
+
+    def _ahead(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a layer's attention: let the next layer fetch, by the query that this foretells.
+
+        The last layer is followed by the first one of the next forward, which nothing foretells.
+        """
+        cache = self.binding.cache
+        if cache is None:
+            return
+        following, query = cache.after(module.layer_idx), None
+        if following.wants_query and following.index > module.layer_idx:
+            hidden = find_hidden(args, kwargs)
+            if hidden.shape[1] == 1:
+                successor = self._modules[following.index]
+                query = project_query(successor, hidden, find_rope(args, kwargs))
+        following.anticipate(query)
 
     def _leave(self, *_: Any) -> None:
         self.binding.cache = None

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from kvlib.link import Link
+
 CPU_CAPACITY = 5  # device capacity on a CPU, in weights: 80 GB is to an 8B model's 16 GB as 5 to 1
 
 
@@ -76,6 +78,11 @@ class Tier:
         weakref.finalize(tensor, self._give, nbytes)
         return tensor if fill == 0 else tensor.fill_(fill)
 
+    def lend(self, nbytes: int, owner: object) -> None:
+        """Count `nbytes` until `owner` is collected."""
+        self._take(nbytes)
+        weakref.finalize(owner, self._give, nbytes)
+
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[None]:
         """Count `nbytes` of scratch for the length of a `with` block."""
@@ -101,23 +108,27 @@ class Tier:
 
 @dataclass
 class Tiers:
-    """The two memories that a strategy may use."""
+    """The two memories that a strategy may use, and the link between them."""
 
     device: Tier = field(default_factory=lambda: Tier("device"))
     host: Tier = field(default_factory=lambda: Tier("host"))
+    link: Link = field(default_factory=Link.real)
 
     @classmethod
-    def of(cls, model: nn.Module, capacity: int | None = None) -> Tiers:
+    def of(cls, model: nn.Module, capacity: int | None = None, link: Link | None = None) -> Tiers:
         """The tiers of `model`'s machine, its weights counted.
 
-        `capacity` in bytes; by default the GPU's memory, on a CPU five times the weights.
+        capacity  bytes; by default the GPU's memory, on a CPU five times the weights
+        link      the real one by default; an emulated one is refused on a GPU
         """
         weights = storage_bytes(model.parameters())
-        device = next(model.parameters()).device
+        device, link = next(model.parameters()).device, link or Link.real()
+        if link.is_emulated and device.type == "cuda":
+            raise ValueError("an emulated link is for a CPU; on a GPU use Link.real()")
         if capacity is None:
             on_gpu = device.type == "cuda"
             total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
             capacity = total if on_gpu else CPU_CAPACITY * weights
         if capacity <= weights:
             raise DeviceOutOfMemory("device", weights, capacity, capacity)
-        return cls(Tier("device", capacity, fixed=weights))
+        return cls(Tier("device", capacity, fixed=weights), link=link)

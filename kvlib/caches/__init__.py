@@ -15,6 +15,9 @@ from kvlib.caches.cache import KVCache
 from kvlib.caches.evicting import Budget, EvictingLayer
 from kvlib.caches.full import Full
 from kvlib.caches.h2o import H2O
+from kvlib.caches.infinigen import InfiniGen
+from kvlib.caches.offload import Offload
+from kvlib.caches.streaming import Streaming
 from kvlib.tiers import Tiers
 
 __all__ = [
@@ -23,12 +26,21 @@ __all__ = [
     "Budget",
     "EvictingLayer",
     "Full",
+    "InfiniGen",
     "KVCache",
     "KVLayer",
+    "Offload",
+    "Streaming",
     "make_cache",
 ]
 
-STRATEGIES: dict[str, type[KVLayer]] = {"full": Full, "h2o": H2O}
+STRATEGIES: dict[str, type[KVLayer]] = {
+    "full": Full,
+    "h2o": H2O,
+    "infinigen": InfiniGen,
+    "offload": Offload,
+    "streaming": Streaming,
+}
 
 
 def make_cache(

@@ -65,7 +65,8 @@ class KVLayer(CacheLayerMixin):
     slack: ClassVar[int] = 64  # slots added beyond need when storage grows
     home: ClassVar[str] = "device"  # the tier that keys and values live in
     extra: ClassVar[dict[str, torch.dtype]] = {}  # further per-slot numbers: name -> dtype
-    is_croppable = False
+    is_croppable = True
+    index: int = 0  # of the decoder layer that this serves
 
     def __init__(self, timeline: Timeline, tiers: Tiers) -> None:
         CacheLayerMixin.__init__(self)
@@ -135,6 +136,14 @@ class KVLayer(CacheLayerMixin):
 
         mass [B, Hkv, S]: the column mass over `view`, if it was asked for.
         """
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `tokens_to_remove` tokens (given as a negative number) of each row."""
+        tokens = abs(tokens_to_remove)
+        if tokens > min(self.count, default=0):
+            raise ValueError(f"cannot crop {tokens} tokens: a row holds {min(self.count)}")
+        self.count = [n - tokens for n in self.count]
+        self.fed -= tokens
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat."""
@@ -238,16 +247,16 @@ class KVLayer(CacheLayerMixin):
         new: dict[str, Tensor | int] = dict.fromkeys(self.slots, 0)
         new |= {"key": key, "value": value, "position": position}
         for name, data in new.items():
-            self._put(self.slots[name], data, tokens)
+            self._put(self.slots[name], data, self.count, tokens)
         self.count = [n + new for n, new in zip(self.count, lengths, strict=True)]
 
-    def _put(self, into: Tensor, data: Tensor | int, tokens: int) -> None:
-        """Write `data` [B, Hkv, T, …] (or a constant) behind what each row stores."""
+    def _put(self, into: Tensor, data: Tensor | int, count: Sequence[int], tokens: int) -> None:
+        """Write `data` [B, Hkv, T, …] (or a constant) behind the first count[b] slots of row b."""
         lengths = self.timeline.lengths
-        if self.is_uniform and min(lengths) == tokens:
-            into[:, :, self.count[0] : self.count[0] + tokens] = data
+        if min(count) == max(count) and min(lengths) == tokens:
+            into[:, :, count[0] : count[0] + tokens] = data
             return
-        for b, (n, new) in enumerate(zip(self.count, lengths, strict=True)):
+        for b, (n, new) in enumerate(zip(count, lengths, strict=True)):
             if new:
                 row = data[b, :, tokens - new :] if isinstance(data, Tensor) else data
                 into[b, :, n : n + new] = row

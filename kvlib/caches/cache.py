@@ -22,7 +22,14 @@ class KVCache(Cache):
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
         self.timeline, self.tiers = layers[0].timeline, layers[0].tiers
+        for index, layer in enumerate(layers):
+            layer.index = index
         super().__init__(layers=list(layers))
+
+    def after(self, index: int) -> KVLayer:
+        """The layer that runs after layer `index`; after the last one, the next forward's first."""
+        layer: KVLayer = self.layers[(index + 1) % len(self.layers)]
+        return layer
 
     def begin(self, prompt_lengths: Sequence[int]) -> None:
         """Open a turn of `prompt_lengths[b]` real tokens for row b, fed in any number of chunks.

@@ -69,6 +69,7 @@ class EvictingLayer(KVLayer):
     """
 
     slack = 8
+    is_croppable = False
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class EvictingLayer(KVLayer):
         self.budget = Budget(budget)
         self.evict = one_of("evict", evict, ("end", "chunk"))
         self.kernel = one_of("kernel", kernel, ("flash", "eager"))
-        self.needs_lengths = self.budget.is_share
+        self.needs_lengths = self.budget.is_share and self.budget.value < 1
         super().__init__(timeline, tiers)
 
     def priority(self) -> Tensor:

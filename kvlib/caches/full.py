@@ -16,16 +16,6 @@ class Full(KVLayer):
     kernel  prefill attention: "flash", or "eager" = the matrix materialised
     """
 
-    is_croppable = True
-
     def __init__(self, timeline: Timeline, tiers: Tiers, *, kernel: str = "flash") -> None:
         self.kernel = one_of("kernel", kernel, ("flash", "eager"))
         super().__init__(timeline, tiers)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `tokens_to_remove` tokens (given as a negative number) of each row."""
-        tokens = abs(tokens_to_remove)
-        if tokens > min(self.count, default=0):
-            raise ValueError(f"cannot crop {tokens} tokens: a row holds {min(self.count)}")
-        self.count = [n - tokens for n in self.count]
-        self.fed -= tokens
