@@ -26,7 +26,7 @@ class Attachment:
         self.model, self.binding = model, Binding()
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
-        self._modules: list[Any] = attention_modules(model)
+        self._modules: list[Any] = [*attention_modules(model)]
         decoder = model.get_decoder()
         self._hooks = [
             decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -77,8 +77,9 @@ class Attachment:
         batch, tokens = inputs.shape[:2]
         _refuse_too_long(self.model, cache, tokens)
         cache.advance(
-            batch, tokens, inputs.device, kwargs.get("attention_mask"), kwargs.get("position_ids")
-        )
+            batch, tokens, inputs.device, kwargs.get("attention_mask"), kwargs.get("position_ids"),
+            None if inputs.is_floating_point() else inputs,
+        )  # fmt: skip
         self.binding.cache = cache
         if kwargs.get("position_ids") is not None:
             return args, kwargs
@@ -103,6 +104,8 @@ class Attachment:
         following.anticipate(query)
 
     def _leave(self, *_: Any) -> None:
+        if self.binding.cache is not None:
+            self.binding.cache.complete()
         self.binding.cache = None
 
 

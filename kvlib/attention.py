@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlib import kernels
+from kvlib.caches.base import Pages
 
 if TYPE_CHECKING:
     from kvlib.caches.base import KVLayer, View
@@ -108,6 +109,11 @@ def decode(
     window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """One new token a row: query [B, Hq, 1, D] → output [B, Hq, 1, D], mass [B, Hkv, S] or None."""
+    if isinstance(view, Pages):
+        if window is None or max(layer.timeline.seen) <= window:
+            return kernels.decode_pages(query, view, scale), None
+        view = view.gathered()
+        key, value = view.key, view.value
     hidden = hidden_slots(layer, view, window)
     if not layer.wants_mass:
         return kernels.decode(query, key, value, scale, hidden), None

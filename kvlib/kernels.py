@@ -13,13 +13,18 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from kvlib.caches.base import Pages
+
 QUERY_TILE = 768  # rows of a rebuilt tile: queries × heads of a group
 KEY_TILE = 1024
+PAGE_TILE = 2048  # tokens gathered from blocks at a time
 
 # -- decode: one query a row ----------------------------------------------------------------
 
@@ -65,6 +70,51 @@ def decode_flash(
         grouped, key, value, mask.expand(*grouped.shape[:3], -1), scale=scale
     )
     return out.reshape(query.shape)
+
+
+def decode_pages(query: Tensor, pages: Pages, scale: float) -> Tensor:
+    """One query a row over keys and values in blocks, [B, Hq, 1, D] → [B, Hq, 1, D].
+
+    Rows of like length are gathered together, PAGE_TILE tokens at a time, so that the scratch is
+    bounded and stays in the processor's cache.
+    """
+    out = torch.empty_like(query)
+    order = sorted(range(len(pages.count)), key=lambda b: pages.count[b])
+    while order:
+        longest = pages.count[order[-1]]
+        many = max(1, PAGE_TILE // longest)
+        rows, order = order[-many:], order[:-many]
+        if len(rows) == 1:
+            out[rows] = _decode_row(query[rows], pages, rows, longest, scale)
+            continue
+        key, value = pages.rows(rows, 0, longest)
+        counts = torch.tensor([pages.count[b] for b in rows], device=query.device)
+        hidden = torch.arange(longest, device=query.device) >= counts[:, None, None]
+        uneven = pages.count[rows[0]] < longest
+        out[rows] = decode(query[rows], key, value, scale, hidden if uneven else None)
+    return out
+
+
+def _decode_row(
+    query: Tensor, pages: Pages, row: Sequence[int], count: int, scale: float
+) -> Tensor:
+    """One row in segments of PAGE_TILE tokens, joined by their log-sum-exps."""
+    out, lse = None, None
+    block = pages.key.shape[1]
+    step = max(block, PAGE_TILE // block * block)
+    for first in range(0, count, step):
+        key, value = pages.rows(row, first, min(first + step, count))
+        part = _flash_kernel(_group(query, key.shape[1]), key, value, scale, False)
+        out, lse = part if out is None or lse is None else join(out, lse, *part)
+    assert out is not None
+    return out.reshape(query.shape)
+
+
+def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each: outputs [..., D], log-sum-exps [...]."""
+    total = torch.logaddexp(lse, other_lse)
+    out = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
+    return out.to(other.dtype), total
 
 
 @functools.cache
@@ -146,9 +196,7 @@ def flash_prefill(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     if not past:
         return out, lse
     before, lse_before = flash(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
-    total = torch.logaddexp(lse, lse_before)
-    out = out * (lse - total).exp()[..., None] + before * (lse_before - total).exp()[..., None]
-    return out.to(query.dtype), total
+    return join(out, lse, before, lse_before)
 
 
 def flash(

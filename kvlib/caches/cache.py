@@ -46,11 +46,13 @@ class KVCache(Cache):
         device: torch.device,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         """Announce a forward of `tokens` columns; refuse input that does not continue this cache.
 
         attention_mask  [B, columns so far + tokens], pads to the left of each turn
         position_ids    [B or 1, tokens], the true positions
+        ids             [B, tokens], the tokens' ids, for caches that share equal prefixes
         """
         self._check_whole(batch)
         lengths = self._real_tokens(batch, tokens, attention_mask, position_ids)
@@ -62,7 +64,15 @@ class KVCache(Cache):
             )
         if position_ids is not None:
             self._check_positions(lengths, tokens, position_ids)
-        self.timeline.advance(lengths, tokens, device)
+        known = None
+        if ids is not None and self.timeline.wants_ids:
+            known = [row[tokens - n :] for row, n in zip(ids.tolist(), lengths, strict=True)]
+        self.timeline.advance(lengths, tokens, device, known)
+
+    def complete(self) -> None:
+        """The forward is over; where it ran through every layer, what it stored may be shared."""
+        if {layer.tick for layer in self.layers} == {self.timeline.tick}:
+            self.timeline.complete()
 
     def _check_whole(self, batch: int) -> None:
         seen, ticks = self.timeline.seen, {layer.tick for layer in self.layers}

@@ -143,7 +143,7 @@ class InfiniGen(HostLayer, EvictingLayer):
         return [min(math.ceil(n), most) for n, most in zip(mean, limits, strict=True)]
 
     def _gather(self, stored: Tensor, slots: Tensor) -> Tensor:
-        """Rows of stored [B, Hkv, S, D] by slots [B, Hkv, n], with room for one: [B, Hkv, n+1, D]."""
+        """Rows of stored [B, Hkv, S, D] by slots [B, Hkv, n], and a spare: [B, Hkv, n+1, D]."""
         batch, heads, n = slots.shape
         first = torch.arange(batch * heads)[:, None] * stored.shape[2]
         where = torch.cat([first + slots.cpu().view(batch * heads, n), first], dim=1).view(-1)
@@ -233,8 +233,8 @@ class InfiniGen(HostLayer, EvictingLayer):
         position = self.slots["position"][:, :, stored].float()
         if self.policy == "fifo":
             return position
-        newest = self.per_row([s - 1 for s in self.timeline.seen])
-        uses = self.slots["uses"][:, :, stored]
+        newest = self.per_row([max(s - 1, 1) for s in self.timeline.seen])
+        uses = self.slots["uses"][:, :, stored] + 1e-3 * position / newest  # ties: the older goes
         return uses.masked_fill(position >= newest, math.inf)
 
     # -- invariants -------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class HostLayer(KVLayer):
                 old = torch.cat([old, old.new_empty(shape)], dim=2)
             self._put(old, data, count, tokens)
             parts.append(old)
-        return View(*parts, after)
+        return View(parts[0], parts[1], parts[2], after)
 
 
 class Offload(HostLayer):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Timeline:
     positions [B, T] int32, true positions of the current forward's tokens, -1 = pad
     tick      number of forwards so far
     """
+
+    wants_ids: ClassVar[bool] = False  # ask for the token ids in `advance`
 
     def __init__(self) -> None:
         self.reset()
@@ -54,11 +57,17 @@ class Timeline:
         seen = self.seen or [0] * len(self.targets)
         return any(s < t for s, t in zip(seen, self.targets, strict=True))
 
-    def advance(self, lengths: Sequence[int], tokens: int, device: torch.device) -> None:
+    def advance(
+        self,
+        lengths: Sequence[int],
+        tokens: int,
+        device: torch.device,
+        ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Row b gets `lengths[b]` real tokens, the last ones of the `tokens` columns fed."""
+        self.check_turn(lengths, tokens)
         before = self.seen or [0] * len(lengths)
         seen = [s + n for s, n in zip(before, lengths, strict=True)]
-        self._check_turn(before, seen, tokens)
         self.seen, self.lengths = seen, list(lengths)
         if not self.targets or (not self.announced and tokens > 1):
             self.targets = list(seen)
@@ -71,9 +80,15 @@ class Timeline:
         self.positions = positions  # [B, T]
         self.tick += 1
 
-    def _check_turn(self, before: Sequence[int], seen: Sequence[int], tokens: int) -> None:
+    def complete(self) -> None:
+        """The forward that `advance` announced has run through every layer."""
+
+    def check_turn(self, lengths: Sequence[int], tokens: int) -> None:
+        """ValueError where a forward would bring more than the turn announced."""
         if not self.announced:
             return
+        before = self.seen or [0] * len(lengths)
+        seen = [s + n for s, n in zip(before, lengths, strict=True)]
         if len(self.targets) != len(seen):
             raise ValueError(
                 f"begin() announced {len(self.targets)} rows, the input has {len(seen)}"

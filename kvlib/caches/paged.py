@@ -1,0 +1,339 @@
+"""Paged: keys and values in equal blocks of one pool, as vLLM keeps them.
+
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+SOSP 2023, https://arxiv.org/abs/2309.06180
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvlib.caches.base import Kind, KVLayer, Pages, View, one_of
+from kvlib.caches.blocks import BlockPool, PoolExhausted, Table
+from kvlib.caches.cache import KVCache
+from kvlib.caches.timeline import Timeline
+from kvlib.tiers import DeviceOutOfMemory, Tiers
+
+RESERVED = 0.9  # share of the device that vLLM takes for weights and pool together
+
+
+class Pool(BlockPool):
+    """The block pool of a model: bookkeeping, and the storage of all its layers.
+
+    kv [2, L, blocks, block, Hkv, D]: keys and values; a block's number serves every layer.
+    Any number of paged caches may live in one pool, and share the blocks of equal prefixes.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tiers: Tiers, blocks: int | None = None, block: int = 16
+    ) -> None:
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, block, heads, size)
+        self.block_bytes = 2 * math.prod(shape) * model.dtype.itemsize
+        self.tiers = tiers
+        super().__init__(self._fitting(model) if blocks is None else blocks, block)
+        depth = config.num_hidden_layers
+        self.kv = tiers.device.empty(
+            2, depth, self.blocks, block, heads, size, dtype=model.dtype, device=model.device
+        )
+
+    def _fitting(self, model: PreTrainedModel) -> int:
+        """Blocks in what vLLM would reserve on this device, or on the model's usual one."""
+        device = self.tiers.device
+        if device.capacity is None:
+            device = Tiers.of(model).device
+        assert device.capacity is not None
+        room = int(RESERVED * device.capacity) - device.fixed - device.used
+        if room < self.block_bytes:
+            raise DeviceOutOfMemory(device.name, self.block_bytes, max(room, 0), device.capacity)
+        return room // self.block_bytes
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (source, target), in every layer."""
+        for source, target in pairs:
+            self.kv[:, :, target] = self.kv[:, :, source]
+
+
+class BlockTables(Timeline):
+    """The timeline of a paged cache: what a row has seen is in the blocks of its table.
+
+    places  [tokens] slots (block · size + offset) of this forward's real tokens, row after row
+    table   [B, blocks] block tables, filled up with block 0
+    """
+
+    wants_ids = True
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.tables: list[Table] = []
+        super().__init__()
+
+    def reset(self) -> None:
+        for table in self.tables:
+            self.pool.free(table)
+        self.tables = []
+        self.ids: Sequence[Sequence[int]] = []
+        super().reset()
+
+    def advance(
+        self,
+        lengths: Sequence[int],
+        tokens: int,
+        device: torch.device,
+        ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """As Timeline's; takes the blocks first, and raises PoolExhausted with nothing changed."""
+        self.check_turn(lengths, tokens)
+        before = [table.length for table in self.tables] or [0] * len(lengths)
+        self._take(lengths)
+        super().advance(lengths, tokens, device)
+        self.ids = ids or []
+        self._lay_out(before, device)
+
+    def complete(self) -> None:
+        """Make what this forward wrote findable."""
+        for table, ids in zip(self.tables, self.ids, strict=False):
+            self.pool.record(table, ids)
+        self.ids = []
+
+    def _take(self, lengths: Sequence[int]) -> None:
+        """Room for `lengths[b]` more tokens in every row, or in none."""
+        tables = self.tables or [Table() for _ in lengths]
+        done: list[tuple[Table, int]] = []
+        try:
+            for table, n in zip(tables, lengths, strict=True):
+                self.pool.copy(self.pool.append(table, n))
+                done.append((table, n))
+        except PoolExhausted:
+            for table, n in done:
+                self.pool.crop(table, n)
+            raise
+        self.tables = tables
+
+    def _lay_out(self, before: Sequence[int], device: torch.device) -> None:
+        size, width = self.pool.block, max(len(table.blocks) for table in self.tables)
+        rows = [table.blocks + [0] * (width - len(table.blocks)) for table in self.tables]
+        self.table = torch.tensor(rows, device=device).view(len(rows), width)
+        places = [
+            table.blocks[slot // size] * size + slot % size
+            for first, table in zip(before, self.tables, strict=True)
+            for slot in range(first, table.length)
+        ]
+        self.places = torch.tensor(places, dtype=torch.long, device=device)
+
+    def fork(self, rows: Sequence[int]) -> BlockTables:
+        twin = copy.copy(self)
+        twin.tables = [self.pool.fork(self.tables[r]) for r in rows]
+        Timeline.select(twin, rows)
+        return twin
+
+    def select(self, rows: Sequence[int]) -> None:
+        kept = [self.pool.fork(self.tables[r]) for r in rows]
+        for table in self.tables:
+            self.pool.free(table)
+        self.tables = kept
+        super().select(rows)
+
+    def shorten(self, tokens: int) -> None:
+        for table in self.tables:
+            self.pool.crop(table, tokens)
+        super().shorten(tokens)
+
+
+class Paged(KVLayer):
+    """Exact attention over blocks that are taken one by one, as a row grows.
+
+    Nothing is reserved for what may come, rows of any length waste less than a block each, and
+    equal prefixes are stored once.
+
+    block   token slots a block
+    blocks  blocks in the pool; by default as many as 0.9 of the device holds beside the weights
+    pool    a Pool to share with other caches; then `block` and `blocks` are the pool's
+    kernel  prefill attention: "flash", or "eager" = the matrix materialised
+    """
+
+    timeline: BlockTables
+
+    def __init__(
+        self,
+        timeline: BlockTables,
+        tiers: Tiers,
+        *,
+        block: int = 16,
+        blocks: int | None = None,
+        pool: Pool | None = None,
+        kernel: str = "flash",
+    ) -> None:
+        self.kernel = one_of("kernel", kernel, ("flash", "eager"))
+        super().__init__(timeline, tiers)
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, tiers: Tiers, **knobs: Any) -> list[KVLayer]:
+        pool = knobs.get("pool")
+        if pool is None:
+            pool = Pool(model, tiers, knobs.get("blocks"), knobs.get("block", 16))
+        timeline = BlockTables(pool)
+        return [cls(timeline, pool.tiers, **knobs) for _ in range(len(pool.kv[0]))]
+
+    def kinds(self) -> dict[str, Kind]:
+        return {}  # the pool has all
+
+    @property
+    def positions(self) -> Tensor:
+        place = torch.arange(max(self.count), dtype=torch.int32, device=self.device)
+        position = place.expand(len(self.count), self.shape[0], -1)
+        return position if self.is_uniform else position.masked_fill(self.empties(), -1)
+
+    def nbytes(self) -> dict[str, int]:
+        pool, tables = self.timeline.pool, self.timeline.tables
+        held = pool.reserved_slots(tables) // pool.block
+        return {"kv": held * pool.block_bytes // pool.kv.shape[1], "state": 0, "host": 0}
+
+    def check(self) -> None:
+        super().check()
+        if self.is_initialized:
+            lengths = [table.length for table in self.timeline.tables]
+            assert self.count == lengths, "a block table does not fit what is stored"
+
+    def _write(self, key: Tensor, value: Tensor) -> None:
+        lengths, tokens = self.timeline.lengths, key.shape[2]
+        for stored, data in zip(self._storage_of(), (key, value), strict=True):
+            new = data.transpose(1, 2)  # [B, T, Hkv, D]
+            if min(lengths) < tokens:
+                assert self.timeline.positions is not None
+                flat = new[self.timeline.positions >= 0]
+            else:
+                flat = new.flatten(0, 1)
+            stored.flatten(0, 1).index_copy_(0, self.timeline.places, flat)
+        self.count = [n + new for n, new in zip(self.count, lengths, strict=True)]
+
+    def _storage_of(self) -> tuple[Tensor, Tensor]:
+        """This layer's keys and values, [blocks, block, Hkv, D] each."""
+        key, value = self.timeline.pool.kv[:, self.index]
+        return key, value
+
+    def _show(self, key: Tensor, value: Tensor) -> View:
+        pages = Pages(*self._storage_of(), self.timeline.table, list(self.count))
+        decoding = key.shape[2] == 1 and min(self.timeline.lengths) == 1
+        return pages if decoding else pages.gathered()
+
+
+@dataclass
+class Preempted:
+    """A sequence that was taken off the device: its tokens, and its keys and values if swapped.
+
+    kv  [2, L, blocks, block, Hkv, D] on the host; None: to be computed again from `tokens`
+    """
+
+    tokens: list[int]
+    seen: int
+    kv: Tensor | None
+
+
+class PagedCache(KVCache):
+    """A cache in a block pool: rows come and go, share prefixes, and can be preempted."""
+
+    timeline: BlockTables
+
+    @property
+    def pool(self) -> Pool:
+        return self.timeline.pool
+
+    def usage(self) -> dict[str, int]:
+        """Bytes `used` by tokens, `held` in blocks, `wasted` between the two, `reserved` in all."""
+        slot = self.pool.block_bytes // self.pool.block
+        used = self.pool.used_slots(self.timeline.tables) * slot
+        held = self.pool.reserved_slots(self.timeline.tables) * slot
+        reserved = self.pool.blocks * self.pool.block_bytes
+        return {"used": used, "held": held, "wasted": held - used, "reserved": reserved}
+
+    def share(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Start with what the pool knows of these prompts; the tokens of each that need no feeding.
+
+        The cache must be empty. Feed the rest of each prompt, padded on the left.
+        """
+        if self.timeline.seen:
+            raise ValueError("share() is for an empty cache: reset() it first")
+        tables = [self.pool.match(prompt) for prompt in prompts]
+        known = [table.length for table in tables]
+        if any(known):
+            self.timeline.tables = tables
+            self._open(known)
+        return known
+
+    def _open(self, seen: Sequence[int]) -> None:
+        """Let the rows of an empty cache begin with `seen` tokens that are in their blocks."""
+        self.timeline.seen, self.timeline.targets = list(seen), list(seen)
+        key = self.pool.kv[0, 0, :1].transpose(1, 2).expand(len(seen), -1, -1, -1)
+        for layer in self.layers:
+            layer.lazy_initialization(key, key)
+            layer.count, layer.fed = list(seen), max(seen)
+
+    def preempt(self, row: int, *, swap: bool = True) -> Preempted:
+        """Take a row off the device, by swap to the host or to be computed again.
+
+        Raises DeviceOutOfMemory for a host without room and ValueError for tokens without ids,
+        before anything is changed.
+        """
+        table = self.timeline.tables[row]
+        kv = self._swap_out(table) if swap else None
+        if kv is None and len(table.tokens) < table.length:
+            raise ValueError("this row's token ids are not all known: preempt it with swap=True")
+        gone = Preempted(list(table.tokens), table.length, kv)
+        self._keep([r for r in range(len(self.timeline.seen)) if r != row])
+        return gone
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        if rows:
+            self._select(rows)
+        else:
+            self.reset()
+
+    def _swap_out(self, table: Table) -> Tensor:
+        shape = (*self.pool.kv.shape[:2], len(table.blocks), *self.pool.kv.shape[3:])
+        kv = self.tiers.host.empty(*shape, dtype=self.pool.kv.dtype, device=torch.device("cpu"))
+        kv.copy_(self.pool.kv[:, :, table.blocks])
+        self.tiers.link.stored += kv.nbytes
+        return kv
+
+    def resume(self, gone: Preempted) -> PagedCache:
+        """A cache of one row with a preempted sequence, in the same pool.
+
+        After a swap it holds all that the row held; otherwise what the pool still knows of its
+        tokens, and the caller feeds the others. Raises PoolExhausted with nothing changed.
+        """
+        twin = self.empty()
+        if gone.kv is None:
+            twin.share([gone.tokens])
+            return twin
+        table = Table()
+        self.pool.append(table, gone.seen)
+        try:
+            moved = self.tiers.link.fetch([gone.kv], self.pool.kv.device, 0).wait()[0]
+            self.pool.kv[:, :, table.blocks] = moved
+        except BaseException:
+            self.pool.free(table)
+            raise
+        self.pool.record(table, gone.tokens)
+        twin.timeline.tables = [table]
+        twin._open([gone.seen])
+        return twin
+
+    def empty(self) -> PagedCache:
+        """Another cache in the same pool, without rows."""
+        timeline = BlockTables(self.pool)
+        layers = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            layer.timeline = timeline
+            layer.reset()
+        return PagedCache(layers)
