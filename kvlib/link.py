@@ -28,7 +28,9 @@ class Move:
     def hidden(self) -> float:
         """Share of the transfer that ran before anybody waited for it; nan if nobody has yet."""
         length = self.end - self.start
-        return 1.0 if length <= 0 else min(1.0, max(0.0, self.needed - self.start) / length)
+        if length <= 0:
+            return 1.0
+        return min(max((self.needed - self.start) / length, 0.0), 1.0)
 
 
 @dataclass

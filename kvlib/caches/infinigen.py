@@ -245,7 +245,8 @@ class InfiniGen(HostLayer, EvictingLayer):
             return
         n = max(self.count)
         expected = self._partial(self.slots["key"][:, :, :n].to(self.device))
-        wrong = (self.slots["sketch"][:, :, :n] != expected).any(-1)
+        same = torch.isclose(self.slots["sketch"][:, :, :n], expected, rtol=0.02, atol=1e-3)
+        wrong = ~same.all(dim=-1)
         assert not (wrong & ~self.empties()).any(), "a sketch is not of its key"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ class Pool(BlockPool):
         room = int(RESERVED * device.capacity) - device.fixed - device.used
         if room < self.block_bytes:
             raise DeviceOutOfMemory(device.name, self.block_bytes, max(room, 0), device.capacity)
-        return room // self.block_bytes
+        return room // max(self.block_bytes, 1)  # BlockPool refuses a block of no tokens
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (source, target), in every layer."""
@@ -75,13 +76,16 @@ class BlockTables(Timeline):
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.tables: list[Table] = []
+        self._own([])
         super().__init__()
 
+    def _own(self, tables: list[Table]) -> None:
+        """Hold these tables; their blocks return to the pool with this object at the latest."""
+        self.tables = tables  # changed in place from now on
+        weakref.finalize(self, free_all, self.pool, tables)
+
     def reset(self) -> None:
-        for table in self.tables:
-            self.pool.free(table)
-        self.tables = []
+        free_all(self.pool, self.tables)
         self.ids: Sequence[Sequence[int]] = []
         super().reset()
 
@@ -118,7 +122,7 @@ class BlockTables(Timeline):
             for table, n in done:
                 self.pool.crop(table, n)
             raise
-        self.tables = tables
+        self.tables[:] = tables
 
     def _lay_out(self, before: Sequence[int], device: torch.device) -> None:
         size, width = self.pool.block, max(len(table.blocks) for table in self.tables)
@@ -133,21 +137,27 @@ class BlockTables(Timeline):
 
     def fork(self, rows: Sequence[int]) -> BlockTables:
         twin = copy.copy(self)
-        twin.tables = [self.pool.fork(self.tables[r]) for r in rows]
+        twin._own([self.pool.fork(self.tables[r]) for r in rows])
         Timeline.select(twin, rows)
         return twin
 
     def select(self, rows: Sequence[int]) -> None:
         kept = [self.pool.fork(self.tables[r]) for r in rows]
-        for table in self.tables:
-            self.pool.free(table)
-        self.tables = kept
+        free_all(self.pool, self.tables)
+        self.tables += kept
         super().select(rows)
 
     def shorten(self, tokens: int) -> None:
         for table in self.tables:
             self.pool.crop(table, tokens)
         super().shorten(tokens)
+
+
+def free_all(pool: Pool, tables: list[Table]) -> None:
+    """Give back the blocks of these tables, and empty the list."""
+    for table in tables:
+        pool.free(table)
+    tables.clear()
 
 
 class Paged(KVLayer):
@@ -267,13 +277,14 @@ class PagedCache(KVCache):
         tables = [self.pool.match(prompt) for prompt in prompts]
         known = [table.length for table in tables]
         if any(known):
-            self.timeline.tables = tables
+            self.timeline.tables += tables
             self._open(known)
         return known
 
     def _open(self, seen: Sequence[int]) -> None:
         """Let the rows of an empty cache begin with `seen` tokens that are in their blocks."""
         self.timeline.seen, self.timeline.targets = list(seen), list(seen)
+        self.timeline.lengths = [0] * len(seen)
         key = self.pool.kv[0, 0, :1].transpose(1, 2).expand(len(seen), -1, -1, -1)
         for layer in self.layers:
             layer.lazy_initialization(key, key)
@@ -325,7 +336,7 @@ class PagedCache(KVCache):
             self.pool.free(table)
             raise
         self.pool.record(table, gone.tokens)
-        twin.timeline.tables = [table]
+        twin.timeline.tables.append(table)
         twin._open([gone.seen])
         return twin
 
