@@ -7,12 +7,9 @@ its own and store what it returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +17,11 @@ from kvlib.attachment import attach
 from kvlib.attention import Binding, attention_forward
 from kvlib.caches import KVCache, find_strategy, make_cache
 from kvlib.caches.timeline import Timeline
-from kvlib.kernels import KEY_TILE, QUERY_TILE, explicit_scratch
-from kvlib.models import FREE_SHARE, load
-from kvlib.shapes import Shape, find_shape, kv_bytes, weight_bytes
+from kvlib.memory import kv_bytes, layer_prefill_peak, weight_bytes
+from kvlib.models import FREE_SHARE, free_memory, load, shape_of
+from kvlib.peak import peak_memory
+from kvlib.peak import peak_rss as peak_rss
+from kvlib.shapes import Shape
 from kvlib.study import Refused
 from kvlib.texts import long_text
 from kvlib.tiers import CPU_CAPACITY, Tier, Tiers
@@ -52,48 +51,30 @@ def knobs(strategy: str, prefill: str) -> dict[str, Any]:
     return chosen
 
 
-@contextmanager
-def peak_rss() -> Iterator[list[int]]:
-    """Within the block the process's peak RSS is taken; the list then holds the growth in bytes.
-
-    Linux only (the kernel's own high-water mark); elsewhere the list stays empty.
-    """
-    grown: list[int] = []
-    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    if not clear.exists():
-        yield grown
-        return
-    before = psutil.Process().memory_info().rss
-    clear.write_text("5")
-    yield grown
-    line = next(s for s in status.read_text().splitlines() if s.startswith("VmHWM"))
-    grown.append(max(0, int(line.split()[1]) * 1024 - before))
-
-
 # -- one layer's attention: memory -----------------------------------------------------------
 
 
 def prefill_layer(
-    *, strategy: str, prefill: str, tokens: int, shape: str, seed: int, **_: Any
+    *, strategy: str, prefill: str, tokens: int, shape: str, device: str, seed: int, **_: Any
 ) -> Values:
     """Peak bytes that one layer's attention adds while a prompt is prefilled, and its time.
 
     Random keys and queries of the shape's sizes in float32. The emulated device holds the
     weights and all other layers' KV too; a point that exceeds it raises DeviceOutOfMemory.
     """
-    sizes = find_shape(shape)
-    predicted = predicted_peak(sizes, strategy, prefill, tokens)
-    device = emulated_device(sizes)
+    sizes = shape_of(shape)
+    predicted = predicted_peak(sizes, strategy, prefill, tokens, device)
+    room = emulated_device(sizes)
     others = kv_bytes(sizes, tokens, 1, "float32", layers=sizes.layers - 1)
-    free = psutil.virtual_memory().available
-    if predicted > FREE_SHARE * free:
+    if predicted > FREE_SHARE * (free := free_memory(device)):
         raise Refused(f"{predicted / 2**30:.1f} GiB predicted, {free / 2**30:.1f} free", predicted)
-    inputs = random_inputs(sizes, tokens, seed)
-    run_layer(sizes, strategy, prefill, random_inputs(sizes, 64, seed), Tiers())  # warm up
+    short, inputs = (random_inputs(sizes, n, seed, device) for n in (64, tokens))
+    run_layer(sizes, strategy, prefill, short, Tiers())  # warm up
     kept = BUDGET if strategy == "h2o" else 1.0
-    with device.borrow(int(kept * others)), peak_rss() as grown:
+    with room.borrow(int(kept * others)), peak_memory(device) as grown:
         start = time.perf_counter()
-        run_layer(sizes, strategy, prefill, inputs, Tiers(device))
+        run_layer(sizes, strategy, prefill, inputs, Tiers(room))
+        finish(device)
         seconds = time.perf_counter() - start
     values = [
         value("attention_time", seconds * sizes.layers, "s"),
@@ -102,34 +83,40 @@ def prefill_layer(
     return values + [value("prefill_peak", peak, "B") for peak in grown]
 
 
+def finish(device: str) -> None:
+    """Wait for what a GPU still computes."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def emulated_device(sizes: Shape) -> Tier:
     """A device of five times the weights, as 80 GB is to an 8B model in half precision."""
     weights = weight_bytes(sizes, "float32")
     return Tier("device", CPU_CAPACITY * weights, fixed=weights)
 
 
-def predicted_peak(sizes: Shape, strategy: str, prefill: str, tokens: int) -> int:
-    """Bytes: the layer's KV, its output, and the kernel's scratch (see `attention`)."""
-    stored = kv_bytes(sizes, tokens, 1, "float32", layers=1)
-    output = 4 * sizes.heads * sizes.head_dim * tokens
-    state = 8 * sizes.kv_heads * tokens if strategy == "h2o" else 0
-    if prefill == "flash":
-        tiles = 2 * 4 * QUERY_TILE * KEY_TILE if strategy == "h2o" else 0
-        return int(stored + state + output + 4 * sizes.heads * tokens + tiles)
-    if prefill == "chunked":
-        part = 4 * sizes.heads * sizes.head_dim * CHUNK
-        held = tokens if strategy == "full" else min(tokens, int(BUDGET * tokens) + CHUNK)
-        share = held / tokens
-        return int(share * (stored + state) + part + explicit_scratch(1, sizes.heads, CHUNK, held))
-    return int(stored + state + output + explicit_scratch(1, sizes.heads, tokens, tokens))
+def predicted_peak(sizes: Shape, strategy: str, prefill: str, tokens: int, device: str) -> int:
+    """Bytes that `prefill_layer` should find.
+
+    Unexplained, as measured: 0 to 2 MiB of flash, up to 10 of chunked prefill, which are probably
+    buffers that the matrix library keeps.
+    """
+    threads = torch.get_num_threads() if torch.device(device).type == "cpu" else 0
+    peak = layer_prefill_peak(
+        sizes, tokens, prefill, strategy,
+        dtype="float32", budget=BUDGET, chunk=CHUNK, threads=threads,
+    )  # fmt: skip
+    return int(peak)
 
 
-def random_inputs(sizes: Shape, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(
+    sizes: Shape, tokens: int, seed: int, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
     generator = torch.Generator().manual_seed(seed)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     query, key, val = (
-        torch.randn(1, h, tokens, sizes.head_dim, generator=generator) for h in heads
+        torch.randn(1, h, tokens, sizes.head_dim, generator=generator).to(device) for h in heads
     )
     return query, key, val
 

@@ -1,7 +1,8 @@
 """What determines a stored row, and where it came from.
 
-A row's key hashes the code its measurement imports, its point and its machine. Comments,
-docstrings and layout of the code do not count, so editing prose never costs a measurement.
+A row's key hashes the code its measurement imports, its point, the weights of the model that the
+point names, and its machine. Comments, docstrings and layout of the code do not count, so editing
+prose never costs a measurement.
 """
 
 import ast
@@ -121,7 +122,22 @@ def _git(*arguments: str, cwd: Path) -> str:
 def row_key(sources: str, point: Point) -> str:
     """Key of a point's row on this machine under these sources."""
     versions = [packages().get(name) for name in ("torch", "transformers")]
-    return _digest(canonical([sources, _plugins(point), point, machine(), versions]))
+    return _digest(
+        canonical([sources, _plugins(point), _weights(point), point, machine(), versions])
+    )
+
+
+def _weights(point: Point) -> str | None:
+    """Digest of the weights of the model that a point names; None where there are none here."""
+    name = point.get("model")
+    if not isinstance(name, str):
+        return None
+    from kvlib.models import digest_of  # brings torch, which rows without a model do not need
+
+    try:
+        return digest_of(name)
+    except (OSError, ValueError):
+        return None
 
 
 def _plugins(point: Point) -> list[str]:

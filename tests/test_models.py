@@ -15,14 +15,24 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import kvlib.models
-from kvlib.models import TINY, Loaded, bundled_folder, load, shape_config, tiny_config
-from kvlib.shapes import SHAPES, Shape
+from kvlib import bundled
+from kvlib.bundled import bundled_folder
+from kvlib.models import (
+    TINY,
+    Loaded,
+    digest_of,
+    load,
+    shape_config,
+    shape_of,
+    tiny_config,
+)
+from kvlib.shapes import MODEL_TYPES, SHAPES, Shape
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "near name": (("smolm2",), "did you mean 'smollm2'"),
     "near shape": (("llama-3.2-1b",), "did you mean 'shape:llama-3.2-1b'"),
     "unlike any": (("zzzz",), "unknown model 'zzzz': give 'smollm2', a folder"),
-    "tiny": (("tiny:gpt",), "choose from llama, qwen3, mistral, opt"),
+    "tiny": (("tiny:gpt",), "choose from llama, qwen3, mistral, opt, "),
     "shape": (("shape:llama-9",), "perhaps llama-3"),
     "no folder": (("/no/such/folder",), "cannot load model '/no/such/folder'"),
     "no hub here": (("org/name",), "cannot load model 'org/name'"),
@@ -54,7 +64,13 @@ def test_a_shape_that_cannot_fit_is_refused_before_it_is_made(
 ) -> None:
     free = SimpleNamespace(available=12 * 2**30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda *_, **__: pytest.fail("made"))
+    make = AutoModelForCausalLM.from_config
+
+    def sizes_only(*arguments: Any, **options: Any) -> Any:
+        assert torch.get_default_device().type == "meta", "made"
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", sizes_only)
     with pytest.raises(ValueError, match=r"needs 15\.0 GiB .* 12\.0 GiB are free"):
         load("shape:llama-3.1-8b", "bfloat16")
     free.available = 10_000
@@ -68,7 +84,8 @@ def test_tiny_models(name: str) -> None:
     loaded, again = load(f"tiny:{name}", "bfloat16"), load(f"tiny:{name}", torch.bfloat16)
     assert torch.random.get_rng_state().equal(before)
     model = loaded.model
-    assert model.num_parameters() == Shape.from_config(tiny_config(name)).parameters
+    if name in MODEL_TYPES:
+        assert model.num_parameters() == Shape.from_config(tiny_config(name)).parameters
     assert (model.dtype, model.training, loaded.tokenizer) == (torch.bfloat16, False, None)
     twins = zip(model.parameters(), again.model.parameters(), strict=True)
     assert all(one.equal(other) for one, other in twins)
@@ -90,7 +107,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache folder, and a GGUF file that stands for the bundled one."""
     gguf = tmp_path / "bundled.gguf"
     gguf.write_bytes(b"weights")
-    monkeypatch.setattr(kvlib.models, "_bundled_gguf", lambda: gguf)
+    monkeypatch.setattr(bundled, "_bundled_gguf", lambda: gguf)
     monkeypatch.setenv("KVLIB_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -103,7 +120,7 @@ def test_an_interrupted_export_leaves_nothing_and_a_second_try_works(
         (folder / "model.safetensors").write_bytes(b"half")
         raise error("stopped")
 
-    monkeypatch.setattr(kvlib.models, "_export", stop)
+    monkeypatch.setattr(bundled, "_export", stop)
     with pytest.raises(error, match="stopped"):
         bundled_folder()
     assert list(store.iterdir()) == []
@@ -113,7 +130,7 @@ def test_an_interrupted_export_leaves_nothing_and_a_second_try_works(
         made.append(folder)
         (folder / "model.safetensors").write_bytes(gguf.read_bytes())
 
-    monkeypatch.setattr(kvlib.models, "_export", export)
+    monkeypatch.setattr(bundled, "_export", export)
     folder = bundled_folder()
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert bundled_folder() == folder
@@ -124,11 +141,11 @@ def test_an_interrupted_export_leaves_nothing_and_a_second_try_works(
 def test_two_processes_that_export_at_once(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     def overtaken(gguf: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"mine")
-        first = store / f"smollm2-{kvlib.models._hash_files([gguf])}"
+        first = store / f"smollm2-{bundled.hash_files([gguf])}"
         first.mkdir()
         (first / "model.safetensors").write_bytes(b"theirs")
 
-    monkeypatch.setattr(kvlib.models, "_export", overtaken)
+    monkeypatch.setattr(bundled, "_export", overtaken)
     folder = bundled_folder()
     assert (folder / "model.safetensors").read_bytes() == b"theirs"
     assert list(store.iterdir()) == [folder]
@@ -159,7 +176,9 @@ def test_a_folder_whose_name_says_gated_is_not(tmp_path: Path) -> None:
         load(str(folder))
 
 
-def test_a_folder_is_known_by_its_content(tmp_path: Path) -> None:
+def test_a_folder_is_known_by_its_content(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "hi": 3}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, "<unk>")),
@@ -180,10 +199,39 @@ def test_a_folder_is_known_by_its_content(tmp_path: Path) -> None:
     loaded.model.lm_head.weight.data[0, 0] += 1
     loaded.model.save_pretrained(tmp_path / "changed")
     assert digests[0] == digests[1] != load(str(tmp_path / "changed")).digest
+    assert "Loading weights" not in capfd.readouterr().err
+    for name in ("one", "changed"):
+        assert digest_of(str(tmp_path / name)) == load(str(tmp_path / name)).digest
+    assert shape_of(str(tmp_path / "one")).parameters == model.num_parameters()
+
+
+def test_a_digest_and_a_shape_need_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    loaded = [load("tiny:qwen3", dtype).digest for dtype in dtypes]
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda *_, **__: pytest.fail("made"))
+    assert [digest_of("tiny:qwen3", dtype) for dtype in dtypes] == loaded
+    assert shape_of("tiny:opt").parameters == Shape.from_config(tiny_config("opt")).parameters
+    assert shape_of("shape:opt-1.3b") is shape_of("opt-1.3b") is SHAPES["opt-1.3b"]
+    assert shape_of("smollm2") is SHAPES["smollm2-135m"]
+    with pytest.raises(ValueError, match="no shape is called"):
+        shape_of("zzzz")
+
+
+def test_a_hub_model_is_known_by_its_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = str(tmp_path / "snapshots" / "0123abc" / "config.json")
+    monkeypatch.setattr(kvlib.models, "try_to_load_from_cache", lambda *_: config)
+    assert digest_of("org/name") == "0123abc"
+    monkeypatch.setattr(kvlib.models, "try_to_load_from_cache", lambda *_: None)
+    with pytest.raises(ValueError, match="'org/name' is not on this machine"):
+        digest_of("org/name")
 
 
 @pytest.mark.slow
 def test_the_bundled_model_and_its_digits(smollm2: Loaded) -> None:
+    assert digest_of("smollm2") == smollm2.digest == bundled_folder().name
+    assert shape_of("smollm2").parameters == smollm2.model.num_parameters()
     assert smollm2.model.num_parameters() == SHAPES["smollm2-135m"].parameters
     tokenizer = smollm2.tokenizer
     assert tokenizer is not None

@@ -405,6 +405,20 @@ def test_every_field_of_a_point_counts(change: dict[str, Any]) -> None:
     assert provenance.row_key("s", point) != provenance.row_key("s", point | change)
 
 
+def test_the_weights_behind_a_name_count(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    point = {"model": str(tmp_path)}
+    keys = set()
+    for content in (b"one", b"another", b"one"):
+        weights.write_bytes(content)
+        keys.add(provenance.row_key("s", point))
+    assert len(keys) == 2
+
+
+def test_a_model_that_is_not_here_has_a_key_all_the_same() -> None:
+    assert provenance.row_key("s", {"model": "m"}) != provenance.row_key("s", {"model": "n"})
+
+
 def test_the_machine_and_its_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {provenance.row_key("s", {})}
     monkeypatch.setattr(provenance, "machine", lambda: "another")
