@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvlib import metrics
+from kvlib import intervals, metrics
 
 STATUSES = ("ok", "oom", "timeout", "refused", "noisy")
 
@@ -22,7 +22,7 @@ class Rule:
     kind: str  # ratio, difference, value, status
     of: metrics.Selector
     against: metrics.Selector = field(default_factory=dict)
-    region: metrics.Region | None = None
+    region: intervals.Region | None = None
     interval: str = "t"
     emulated: bool = False
     of_status: str = ""
@@ -130,7 +130,9 @@ def _rule(table: dict[str, Any], number: int) -> Rule:
             f["region"] = _around(f, middle, f["kind"])
         elif bounds or (f["kind"] != "status" and size is None):
             _fields(bounds, "side bound")
-            f["region"] = metrics.Region.beyond(**bounds, claimed=claimed, log=f["kind"] == "ratio")
+            f["region"] = intervals.Region.beyond(
+                **bounds, claimed=claimed, log=f["kind"] == "ratio"
+            )
         rule = Rule(**f)
         return replace(rule, magnitude=_magnitude(rule, size, claimed)) if size else rule
 
@@ -147,6 +149,6 @@ def _magnitude(rule: Rule, table: dict[str, Any], claimed: float | None) -> Rule
     return replace(rule, name=f"{rule.name}, as published", emulated=False, **f)
 
 
-def _around(f: dict[str, Any], middle: float, kind: str) -> metrics.Region:
+def _around(f: dict[str, Any], middle: float, kind: str) -> intervals.Region:
     tolerance = f.pop("factor", 0), f.pop("margin", 0)
-    return metrics.Region.around(middle, *tolerance, log=kind == "ratio")
+    return intervals.Region.around(middle, *tolerance, log=kind == "ratio")

@@ -9,7 +9,7 @@ that the claim names: wholly inside it *holds*, wholly outside it *does not hold
   `ok`, or that give a reason in the column `excluded`, are left out.
 - The rules of a claim share its 5 % error by Holm's procedure, carried over to the intervals: each
   is drawn at the level at which it leaves a border out exactly where Holm rejects
-  (`metrics.holm`). Results without spread cannot err by chance and take no share.
+  (`intervals.holm`). Results without spread cannot err by chance and take no share.
 - A rule is judged apart in each setting (model and machine); where these disagree it is undecided.
   Magnitude is judged only on the paper's class of model and machine.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvlib import metrics
+from kvlib import intervals, metrics
 from kvlib.claimfile import STATUSES, Rule
 from kvlib.claimfile import Claim as Claim
 from kvlib.claimfile import load as load
@@ -46,7 +46,7 @@ class _Finding:
     """What a rule found in one setting; `verdict` is set where no interval decides."""
 
     setting: str = ""
-    estimate: metrics.Estimate | None = None
+    estimate: intervals.Estimate | None = None
     unit: str = ""
     verdict: str = ""
     note: str = ""
@@ -134,7 +134,7 @@ def _decide(rules: Sequence[Rule], rows: pd.DataFrame) -> list[tuple[str, str, s
         estimates = [f.estimate for f in findings if f.estimate and not f.verdict]
         if rule.region and any(estimate.error for estimate in estimates):
             chances[n] = max(estimate.p_value(rule.region) for estimate in estimates)
-    levels = dict(zip(chances, metrics.holm(list(chances.values())), strict=True))
+    levels = dict(zip(chances, intervals.holm(list(chances.values())), strict=True))
     return [_outcome(*test, levels.get(n, 0.95)) for n, test in enumerate(tests)]
 
 
@@ -197,17 +197,17 @@ def _measure(rule: Rule, sides: list[pd.DataFrame]) -> _Finding:
     return _Finding("", estimate, unit)
 
 
-def _estimate(rule: Rule, sides: list[pd.DataFrame]) -> metrics.Estimate:
+def _estimate(rule: Rule, sides: list[pd.DataFrame]) -> intervals.Estimate:
     """The mean effect over repeats or questions; points within a repeat are averaged first."""
     if len({unit for side in sides for unit in side["unit"]}) > 1:
         raise ValueError("units differ")
     if rule.interval == "welch":
-        return metrics.welch(*(side["value"].to_numpy(dtype=np.float64) for side in sides))
+        return intervals.welch(*(side["value"].to_numpy(dtype=np.float64) for side in sides))
     keys = _keys(rule, sides)
     pairs = metrics.pair(sides[0], sides[-1], keys)
     if rule.interval == "binary":
-        return metrics.paired_binary(pairs["value"].to_numpy(), pairs["value_against"].to_numpy())
-    return metrics.mean_effect(pairs, rule.kind, [key for key in REPLICATES if key in keys])
+        return intervals.paired_binary(pairs["value"].to_numpy(), pairs["value_against"].to_numpy())
+    return intervals.mean_effect(pairs, rule.kind, [key for key in REPLICATES if key in keys])
 
 
 def _outcome(rule: Rule, findings: list[_Finding], level: float) -> tuple[str, str, str]:
@@ -222,7 +222,7 @@ def _outcome(rule: Rule, findings: list[_Finding], level: float) -> tuple[str, s
     return common, "; ".join(texts), "; ".join(reasons)
 
 
-def _verdict(f: _Finding, region: metrics.Region | None, level: float) -> tuple[str, str]:
+def _verdict(f: _Finding, region: intervals.Region | None, level: float) -> tuple[str, str]:
     if f.verdict or not f.estimate or not region:
         return f.verdict, f.note
     why = f"smallest effect to be seen {f.estimate.smallest(f.unit, level)} at {100 * level:.4g} %"

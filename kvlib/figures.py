@@ -19,23 +19,19 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvlib.provenance import REPEATS, canonical, label
+from kvlib.provenance import REPEATS, canonical
 from kvlib.store import write_atomic
 
 FIRST = ["strategy", "metric", "value", "unit", "source", "status"]
-COMPARED = ["figure", "point", "metric", "source", "value", "status"]
 STATUSES = {
     "noisy": "Disturbed (hollow)",
     "oom": "Out of memory (×)",
     "refused": "Refused as too large",
     "timeout": "Out of time",
 }
-NOT_PARAMETERS = {*FIRST, *REPEATS, "machine", "key", "figure", "detail"}
 # An equal figure is an equal file: ids from a fixed salt, glyphs as paths, no dates.
 FILES: dict[Any, Any] = {"svg.hashsalt": "kvlib", "svg.fonttype": "path"}
 LOOK: dict[Any, Any] = {
@@ -182,52 +178,6 @@ def mark_oom(ax: Axes, frame: pd.DataFrame, x: str, hue: str = "strategy") -> No
         )
 
 
-def bytes_text(value: float) -> str:
-    """A size with a binary unit, e.g. `1.5 MiB`."""
-    power = min(4, int(np.log2(abs(value)) // 10)) if abs(value) >= 1 else 0
-    return f"{value / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
-
-
-def seconds_text(value: float) -> str:
-    """A time with a fitting unit, e.g. `20 ms`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(value) >= size or value == 0:
-            return f"{value / size:.4g} {unit}"
-    return f"{value / 1e-6:.4g} µs"
-
-
-def tokens_text(value: float) -> str:
-    """A count of tokens, e.g. `2k` for 2048 and `10k` for 10,000."""
-    if value < 1000 or (value < 1024 and value != 1000):
-        return f"{value:g}"
-    return f"{value / 1024:g}k" if value % 512 == 0 else f"{value / 1000:g}k"
-
-
-def bytes_axis(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Label an axis in KiB, MiB, GiB."""
-    _axis(ax, axis).set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
-
-
-def seconds_axis(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Label an axis in µs, ms, s."""
-    _axis(ax, axis).set_major_formatter(FuncFormatter(lambda value, _: seconds_text(value)))
-
-
-def tokens_axis(ax: Axes, axis: Literal["x", "y"] = "x") -> None:
-    """Base 2, with a tick at each value drawn so far."""
-    drawn = [line.get_xdata() if axis == "x" else line.get_ydata() for line in ax.lines]
-    ticks = sorted({float(value) for values in drawn for value in np.asarray(values)})
-    (ax.set_xscale if axis == "x" else ax.set_yscale)("log", base=2)
-    chosen = _axis(ax, axis)
-    chosen.set_major_locator(FixedLocator(ticks))
-    chosen.set_minor_locator(NullLocator())
-    chosen.set_major_formatter(FuncFormatter(lambda value, _: tokens_text(value)))
-
-
-def _axis(ax: Axes, axis: Literal["x", "y"]) -> Axis:
-    return ax.xaxis if axis == "x" else ax.yaxis
-
-
 def caption(frame: pd.DataFrame) -> str:
     """What a figure must say of itself: sources, machines, failed and shed points."""
     drawn = frame.dropna(subset=["value"])
@@ -309,68 +259,6 @@ def _listed(frame: pd.DataFrame) -> bytes:
 
 def _sortable(column: "pd.Series[Any]") -> "pd.Series[Any]":
     return column if column.dtype.kind in "iufb" else column.astype(str)
-
-
-def read(folder: Path) -> pd.DataFrame:
-    """The rows of all figures saved below a folder, each with its `figure` and its `point`."""
-    frames = []
-    for path in sorted(folder.rglob("[0-9][0-9]_*.csv")):
-        frame = pd.read_csv(path)
-        frame.attrs = json.loads(path.with_suffix(".json").read_text("utf-8"))
-        frames.append(_with_points(frame.assign(figure=path.stem)))
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=COMPARED)
-
-
-def _with_points(frame: pd.DataFrame) -> pd.DataFrame:
-    known = [c for c in frame.columns if c not in NOT_PARAMETERS]
-    names = ["strategy", *[c for c in known if c in frame.attrs.get("parameters", known)]]
-    points = frame[names].to_dict("records")
-    words = [label({str(k): v for k, v in point.items() if v == v}) for point in points]
-    return frame.assign(point=words)
-
-
-def compare(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Medians over the repeats of what both frames hold, row by row of figure, point, metric.
-
-    Columns `old`, `new`, `ratio`, and `reproduced`: the two min–max ranges meet, or the medians
-    differ by at most 20 %. Failed and disturbed points are left out.
-    """
-    both = _medians(old).merge(
-        _medians(new), left_index=True, right_index=True, suffixes=("_old", "_new")
-    )
-    table = both[["median_old", "median_new"]].set_axis(["old", "new"], axis=1)
-    equal = table["old"] == table["new"]
-    table["ratio"] = (table["new"] / table["old"]).where(~equal, 1.0)
-    meet = (both["min_old"] <= both["max_new"]) & (both["min_new"] <= both["max_old"])
-    table["reproduced"] = meet | table["ratio"].between(0.8, 1.2)
-    return table.reset_index()
-
-
-def _medians(frame: pd.DataFrame) -> pd.DataFrame:
-    rows = frame if "point" in frame else _with_points(frame)
-    rows = rows[rows["status"] == "ok"].dropna(subset=["value"])
-    return rows.groupby(COMPARED[:-2])["value"].agg(["median", "min", "max"])
-
-
-def flips(old: pd.DataFrame, new: pd.DataFrame) -> list[str]:
-    """Claims of two `claims.csv` whose verdict, direction or magnitude differ, in words."""
-    both = old.merge(new, on="id", suffixes=("_old", "_new"))
-    return [
-        f"{row['id']} {column}: {row[column + '_old']} -> {row[column + '_new']}"
-        for column in ("direction", "magnitude", "verdict")
-        for row in both.to_dict("records")
-        if row[f"{column}_old"] != row[f"{column}_new"]
-    ]
-
-
-def comparison(old: Path, new: Path) -> str:
-    """What two folders of figures agree on: ratios, claims that flip, reproduced k of n."""
-    table = compare(read(old), read(new))
-    claims = [next(folder.rglob("claims.csv"), None) for folder in (old, new)]
-    changed = flips(*[pd.read_csv(path) for path in claims if path]) if all(claims) else []
-    lines = [table.to_string(index=False, float_format="{:.4g}".format)] if len(table) else []
-    lines += [f"flipped: {change}" for change in changed]
-    return "\n".join([*lines, f"reproduced {table['reproduced'].sum()} of {len(table)}"])
 
 
 def home(out: str | Path | None = None) -> Path:

@@ -128,10 +128,8 @@ def run(
         cost = estimate or _costs(pending, store)
         pending, dropped = shed(pending, cost, limit_seconds, min_repeats, _levels(wanted))
         if progress and pending:
-            needed = duration(sum(map(cost, pending)))
-            print(
-                f"{name}: {len(pending)} points to measure, {needed}", file=sys.stderr, flush=True
-            )
+            needed = f"{len(pending)} points to measure, {duration(sum(map(cost, pending)))}"
+            print(f"{name}: {needed}", file=sys.stderr, flush=True)
         pending.sort(key=lambda p: p.get("repeat") or 0)  # interleaves the strategies
         for point in tqdm(pending, name, unit="point", leave=False, disable=not progress):
             store.add(job.row(point))
@@ -275,7 +273,7 @@ def _failure(error: Exception) -> _Outcome:
 
 def verify(profile: str, figures: Path, notebooks: Path) -> int:
     """Run the notebooks into a scratch folder and print how their rows compare with `figures`."""
-    from kvlib.figures import comparison  # draws, which no measurement needs
+    from kvlib.comparison import comparison  # draws, which no measurement needs
 
     failed = list[str]()
     with tempfile.TemporaryDirectory() as scratch:

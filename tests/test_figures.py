@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 
-from kvlib import figures
+from kvlib import axes, comparison, figures
 
 
 def rows(*records: dict[str, Any], **common: Any) -> pd.DataFrame:
@@ -33,8 +33,8 @@ def rows(*records: dict[str, Any], **common: Any) -> pd.DataFrame:
 @pytest.fixture
 def ax() -> Iterator[Axes]:
     with figures.style():
-        figure, axes = plt.subplots()
-        yield axes
+        figure, made = plt.subplots()
+        yield made
         plt.close(figure)
 
 
@@ -149,23 +149,23 @@ def test_out_of_memory_is_a_cross_where_it_happened(ax: Axes) -> None:
 @pytest.mark.parametrize(
     ("function", "value", "text"),
     [
-        (figures.bytes_text, 0, "0 B"),
-        (figures.bytes_text, 1000, "1000 B"),
-        (figures.bytes_text, 1536, "1.5 KiB"),
-        (figures.bytes_text, 3 * 2**20, "3 MiB"),
-        (figures.bytes_text, 2**31, "2 GiB"),
-        (figures.bytes_text, -1024, "-1 KiB"),
-        (figures.seconds_text, 0, "0 s"),
-        (figures.seconds_text, 0.02, "20 ms"),
-        (figures.seconds_text, 2.5e-5, "25 µs"),
-        (figures.seconds_text, 90, "90 s"),
-        (figures.tokens_text, 128, "128"),
-        (figures.tokens_text, 1000, "1k"),
-        (figures.tokens_text, 1023, "1023"),
-        (figures.tokens_text, 1024, "1k"),
-        (figures.tokens_text, 1536, "1.5k"),
-        (figures.tokens_text, 10_000, "10k"),
-        (figures.tokens_text, 131_072, "128k"),
+        (axes.bytes_text, 0, "0 B"),
+        (axes.bytes_text, 1000, "1000 B"),
+        (axes.bytes_text, 1536, "1.5 KiB"),
+        (axes.bytes_text, 3 * 2**20, "3 MiB"),
+        (axes.bytes_text, 2**31, "2 GiB"),
+        (axes.bytes_text, -1024, "-1 KiB"),
+        (axes.seconds_text, 0, "0 s"),
+        (axes.seconds_text, 0.02, "20 ms"),
+        (axes.seconds_text, 2.5e-5, "25 µs"),
+        (axes.seconds_text, 90, "90 s"),
+        (axes.tokens_text, 128, "128"),
+        (axes.tokens_text, 1000, "1k"),
+        (axes.tokens_text, 1023, "1023"),
+        (axes.tokens_text, 1024, "1k"),
+        (axes.tokens_text, 1536, "1.5k"),
+        (axes.tokens_text, 10_000, "10k"),
+        (axes.tokens_text, 131_072, "128k"),
     ],
 )
 def test_numbers_as_text(function: Any, value: float, text: str) -> None:
@@ -174,13 +174,13 @@ def test_numbers_as_text(function: Any, value: float, text: str) -> None:
 
 def test_axes_use_the_units(ax: Axes) -> None:
     figures.curve(ax, three_repeats(), x="tokens", y="ttft")
-    figures.tokens_axis(ax)
-    figures.bytes_axis(ax)
+    axes.tokens_axis(ax)
+    axes.bytes_axis(ax)
     assert ax.get_xscale() == "log"
     assert list(ax.get_xticks()) == [128, 256]
     assert ax.xaxis.get_major_formatter()(2048) == "2k"
     assert ax.yaxis.get_major_formatter()(2048) == "2 KiB"
-    figures.seconds_axis(ax)
+    axes.seconds_axis(ax)
     assert ax.yaxis.get_major_formatter()(0.5) == "500 ms"
 
 
@@ -213,9 +213,9 @@ def test_the_caption_says_what_is_drawn_and_what_is_not() -> None:
 
 def drawn(frame: pd.DataFrame, folder: Path) -> dict[str, bytes]:
     with figures.style():
-        figure, axes = plt.subplots()
-        figures.curve(axes, frame, x="tokens", y="ttft")
-        axes.legend()
+        figure, made = plt.subplots()
+        figures.curve(made, frame, x="tokens", y="ttft")
+        made.legend()
         figures.note(figure, figures.caption(frame))
         paths = figures.save(figure, frame, "01_x", folder)
         plt.close(figure)
@@ -281,7 +281,7 @@ def test_a_figure_needs_its_columns(tmp_path: Path) -> None:
 def test_compare_takes_medians_over_repeats() -> None:
     old, new = three_repeats(), three_repeats()
     new["value"] *= 2
-    table = figures.compare(old, new)
+    table = comparison.compare(old, new)
     assert list(table["point"]) == ["strategy=h2o tokens=128", "strategy=h2o tokens=256"]
     assert list(table["old"]) == [256, 512]
     assert list(table["ratio"]) == [2, 2]
@@ -305,18 +305,18 @@ def test_reproduced_within_the_repeats_or_a_fifth(
     old: list[float], new: list[float], reproduced: bool
 ) -> None:
     frames = [rows(*({"value": v, "repeat": i} for i, v in enumerate(x))) for x in (old, new)]
-    assert list(figures.compare(*frames)["reproduced"]) == [reproduced]
+    assert list(comparison.compare(*frames)["reproduced"]) == [reproduced]
 
 
 def test_compare_leaves_out_what_is_not_in_both_or_not_ok() -> None:
     old = rows({}, {"tokens": 256}, {"tokens": 512, "status": "noisy"}, {"tokens": 1024})
     new = rows({}, {"tokens": 512}, {"tokens": 1024, "status": "oom", "value": None})
-    assert list(figures.compare(old, new)["point"]) == ["strategy=h2o tokens=128"]
+    assert list(comparison.compare(old, new)["point"]) == ["strategy=h2o tokens=128"]
 
 
 def test_seeds_and_realised_values_do_not_part_a_point() -> None:
     old, new = rows({"seed": 1, "kept": 0.31}), rows({"seed": 2, "kept": 0.29})
-    assert len(figures.compare(old, new)) == 1
+    assert len(comparison.compare(old, new)) == 1
 
 
 def test_two_folders_are_held_against_each_other(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_two_folders_are_held_against_each_other(tmp_path: Path) -> None:
     claims = "id,direction,magnitude,verdict\nC1,holds,m,holds\nC2,undecided,m,{}\n"
     (old / "claims.csv").write_text(claims.format("holds"))
     (new / "claims.csv").write_text(claims.format("undecided"))
-    text = figures.comparison(old, tmp_path / "new")
+    text = comparison.comparison(old, tmp_path / "new")
     assert text.endswith("flipped: C2 verdict: holds -> undecided\nreproduced 3 of 3")
     assert "strategy=blend tokens=128 budget=0.5" in text
     assert "1.1" in text

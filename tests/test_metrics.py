@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from kvlib import metrics
-from kvlib.metrics import Estimate, Region, Timing
+from kvlib import intervals, metrics
+from kvlib.intervals import Estimate, Region
+from kvlib.metrics import Timing
 
 TIMING = Timing(1.0, (3.0, 3.5, 4.5))
 GAPS = st.lists(st.floats(0, 1e3), min_size=1, max_size=30)
@@ -81,8 +82,10 @@ def test_percentile() -> None:
 @given(POSITIVE, st.integers(0, 5))
 def test_bootstrap_holds_its_estimate_and_repeats_itself(values: list[float], seed: int) -> None:
     for statistic in (np.max, np.median):
-        once = metrics.bootstrap_interval(values, lambda x, f=statistic: float(f(x)), 0.9, seed, 50)
-        again = metrics.bootstrap_interval(
+        once = intervals.bootstrap_interval(
+            values, lambda x, f=statistic: float(f(x)), 0.9, seed, 50
+        )
+        again = intervals.bootstrap_interval(
             values, lambda x, f=statistic: float(f(x)), 0.9, seed, 50
         )
         assert once == again
@@ -93,55 +96,55 @@ def test_bootstrap_covers_a_median_about_as_often_as_it_says() -> None:
     draw = np.random.default_rng(1)
     hits = 0
     for _ in range(200):
-        found = metrics.bootstrap_interval(draw.normal(size=25), np.median, draws=400)
+        found = intervals.bootstrap_interval(draw.normal(size=25), np.median, draws=400)
         hits += found.low <= 0 <= found.high
     assert 0.88 <= hits / 200 <= 0.99
 
 
 def test_median_interval_depends_on_seed_and_level() -> None:
     values = np.random.default_rng(0).lognormal(size=40)
-    narrow, wide = metrics.median_interval(values, 0.5), metrics.median_interval(values, 0.99)
+    narrow, wide = intervals.median_interval(values, 0.5), intervals.median_interval(values, 0.99)
     assert wide.low < narrow.low < narrow.estimate < narrow.high < wide.high
     with pytest.raises(ValueError, match="level"):
-        metrics.median_interval(values, 1.0)
+        intervals.median_interval(values, 1.0)
 
 
 def test_mean_estimate_is_students_interval() -> None:
     values = [1.0, 2.0, 4.0, 3.5]
-    found = metrics.mean_estimate(values).interval(0.9)
+    found = intervals.mean_estimate(values).interval(0.9)
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.9)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
 
 def test_equal_values_give_an_interval_of_no_width() -> None:
-    found = metrics.mean_estimate([0.1] * 7)
-    assert found.interval() == metrics.Interval(0.1, 0.1, 0.1)
+    found = intervals.mean_estimate([0.1] * 7)
+    assert found.interval() == intervals.Interval(0.1, 0.1, 0.1)
     assert found.p_value(Region.beyond("<", 0.1, None, False)) == 1
     assert found.p_value(Region.beyond("<", 0.2, None, False)) == 0
 
 
 @given(POSITIVE, st.floats(0.5, 0.999))
 def test_ratio_interval_holds_its_estimate(values: list[float], level: float) -> None:
-    found = metrics.paired_ratio(values, values[::-1])
+    found = intervals.paired_ratio(values, values[::-1])
     interval = found.interval(level)
     assert interval.low <= found.value <= interval.high
     assert found.value == pytest.approx(1)
 
 
 def test_paired_ratio_is_the_geometric_mean_of_ratios() -> None:
-    found = metrics.paired_ratio([1, 8], [2, 1])
+    found = intervals.paired_ratio([1, 8], [2, 1])
     assert found.value == pytest.approx(2)
     assert found.n == 2
     with pytest.raises(ValueError, match="above zero"):
-        metrics.paired_ratio([0, 1], [1, 1])
+        intervals.paired_ratio([0, 1], [1, 1])
     with pytest.raises(ValueError, match="equal lengths"):
-        metrics.paired_ratio([1], [1, 2])
+        intervals.paired_ratio([1], [1, 2])
 
 
 @given(ANSWERS)
 def test_binary_interval_holds_its_estimate_and_has_width(answers: list[tuple[int, int]]) -> None:
     first, second = zip(*answers, strict=True)
-    found = metrics.paired_binary(first, second)
+    found = intervals.paired_binary(first, second)
     interval = found.interval()
     assert interval.low <= found.value <= interval.high
     assert found.value == pytest.approx(np.mean(first) - np.mean(second))
@@ -150,36 +153,36 @@ def test_binary_interval_holds_its_estimate_and_has_width(answers: list[tuple[in
 
 def test_binary_interval_by_hand() -> None:
     # 10 pairs: 4 gained, 1 lost; (4 + 1) / 12 and (1 + 1) / 12
-    found = metrics.paired_binary([1] * 4 + [0] * 6, [0] * 4 + [1] + [0] * 5)
+    found = intervals.paired_binary([1] * 4 + [0] * 6, [0] * 4 + [1] + [0] * 5)
     assert found.value == pytest.approx(0.3)
     assert found.centre == pytest.approx(3 / 12)
     assert found.error == pytest.approx(math.sqrt((7 / 12 - 9 / 144) / 12))
     with pytest.raises(ValueError, match="0 or 1"):
-        metrics.paired_binary([0.5], [1])
+        intervals.paired_binary([0.5], [1])
 
 
 def test_mcnemar_is_the_exact_sign_test_of_disagreements() -> None:
-    assert metrics.mcnemar([1] * 5 + [0], [0] * 5 + [0]) == pytest.approx(2 / 2**5)
-    assert metrics.mcnemar([1, 0], [1, 0]) == 1
+    assert intervals.mcnemar([1] * 5 + [0], [0] * 5 + [0]) == pytest.approx(2 / 2**5)
+    assert intervals.mcnemar([1, 0], [1, 0]) == 1
 
 
 def test_welch_agrees_with_scipy() -> None:
     first, second = [0.0, -1.0, 0.0, -1.0, -1.0], [0.0, 0.0, 1.0, 0.0, 0.0, -1.0]
-    found = metrics.welch(first, second).interval()
+    found = intervals.welch(first, second).interval()
     expected = stats.ttest_ind(first, second, equal_var=False).confidence_interval()
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
     for sample in ([1.0], [1.0, 1.0]):
         with pytest.raises(ValueError, match="spread"):
-            metrics.welch(sample, second)
+            intervals.welch(sample, second)
 
 
 def test_mean_effect_averages_within_a_unit_first() -> None:
     pairs = pd.DataFrame({"value": [2, 8, 4, 4], "value_against": 1, "repeat": [0, 0, 1, 1]})
-    found = metrics.mean_effect(pairs, "ratio", ["repeat"])
+    found = intervals.mean_effect(pairs, "ratio", ["repeat"])
     assert (found.n, found.error) == (2, 0)
     assert found.value == pytest.approx(4)
-    assert metrics.mean_effect(pairs, "difference", []).n == 4
-    assert metrics.mean_effect(pairs, "value", ["repeat"]).value == 4.5
+    assert intervals.mean_effect(pairs, "difference", []).n == 4
+    assert intervals.mean_effect(pairs, "value", ["repeat"]).value == 4.5
 
 
 def test_regions_know_their_size_and_refuse_nonsense() -> None:
@@ -198,7 +201,7 @@ def test_regions_know_their_size_and_refuse_nonsense() -> None:
 @pytest.mark.parametrize("side", ["<", ">"])
 def test_a_border_is_outside_of_its_region(side: str) -> None:
     region = Region.beyond(side, 1.0, None, log=True)
-    assert metrics.paired_ratio([2.0, 2.0], [2.0, 2.0]).lies(region) is False
+    assert intervals.paired_ratio([2.0, 2.0], [2.0, 2.0]).lies(region) is False
 
 
 @given(
@@ -207,7 +210,7 @@ def test_a_border_is_outside_of_its_region(side: str) -> None:
     st.floats(0.5, 0.99),
 )
 def test_interval_and_p_value_agree(values: list[float], bound: float, level: float) -> None:
-    found, region = metrics.mean_estimate(values), Region.beyond("<", bound, None, False)
+    found, region = intervals.mean_estimate(values), Region.beyond("<", bound, None, False)
     p = found.p_value(region)
     if abs(p - (1 - level)) > 1e-6:
         assert (found.lies(region, level) is not None) == (p < 1 - level)
@@ -219,27 +222,27 @@ def test_holm_levels_reject_what_holms_adjusted_p_rejects(ps: list[float], level
     for rank, index in enumerate(order):
         worst = max(worst, (len(ps) - rank) * ps[index])
         adjusted[index] = worst
-    for p, q, own in zip(ps, adjusted, metrics.holm(ps, level), strict=True):
+    for p, q, own in zip(ps, adjusted, intervals.holm(ps, level), strict=True):
         if abs(q - (1 - level)) > 1e-9:
             assert (p <= 1 - own) == (q <= 1 - level)
 
 
 def test_holm_by_hand() -> None:
-    assert metrics.holm([0.5, 0.001, 0.02]) == pytest.approx([0.95, 1 - 0.05 / 3, 0.975])
-    assert metrics.holm([0.2, 0.3]) == pytest.approx([0.975, 0.975])
-    assert metrics.holm([]) == []
+    assert intervals.holm([0.5, 0.001, 0.02]) == pytest.approx([0.95, 1 - 0.05 / 3, 0.975])
+    assert intervals.holm([0.2, 0.3]) == pytest.approx([0.975, 0.975])
+    assert intervals.holm([]) == []
     with pytest.raises(ValueError, match="between"):
-        metrics.holm([1.5])
+        intervals.holm([1.5])
 
 
 def test_texts_for_a_reader() -> None:
-    ratio = metrics.paired_ratio([0.3, 0.32, 0.31], [1, 1, 1])
+    ratio = intervals.paired_ratio([0.3, 0.32, 0.31], [1, 1, 1])
     assert ratio.text() == "0.3099× [0.286, 0.3358], n=3"
     assert ratio.smallest() == "×1.083"
     shares = Estimate(-0.06, -0.06, 0.01, math.inf, 200)
     assert shares.text("0/1") == "-6 points [-7.96, -4.04], n=200"
     assert shares.smallest("0/1") == "±1.96 points"
-    assert metrics.mean_estimate([2.5]).text("s") == "2.5 s [2.5, 2.5], n=1"
+    assert intervals.mean_estimate([2.5]).text("s") == "2.5 s [2.5, 2.5], n=1"
 
 
 ROWS = pd.DataFrame(

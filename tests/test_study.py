@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -637,7 +638,7 @@ def test_verify_runs_each_notebook_into_a_scratch_folder(
         commands.append(command)
         return subprocess.CompletedProcess(command, returncode="02_b" in command[4])
 
-    monkeypatch.setattr(subprocess, "run", fake)
+    monkeypatch.setattr(study, "subprocess", SimpleNamespace(run=fake))
     folders = ["--figures", str(tmp_path / "none"), "--notebooks", str(tmp_path)]
     assert study.main(["verify", "--profile", "smoke", *folders]) == 1
     assert [Path(command[4]).name for command in commands] == ["01_a.ipynb", "02_b.ipynb"]
