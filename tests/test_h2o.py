@@ -58,9 +58,18 @@ def random_inputs(
 
 
 def reference(
-    query: Tensor, key: Tensor, prompt: int, budget: float, recent: float, score: str
+    query: Tensor,
+    key: Tensor,
+    prompt: int,
+    budget: float,
+    recent: float,
+    score: str,
+    chunk: int | None = None,
 ) -> list[int]:
-    """Kept positions of one KV head: query [G, N, D], key [N, D], the first `prompt` at once."""
+    """Kept positions of one KV head: query [G, N, D], key [N, D], of which `prompt` is announced.
+
+    It evicts at the prompt's end, and before that after every `chunk` tokens.
+    """
     scores: dict[int, float] = {}
 
     def attend(now: int) -> None:
@@ -73,7 +82,7 @@ def reference(
                 scores[j] += math.exp(x - top) / total
 
     def evict(seen: int) -> None:
-        keep = Budget(budget).tokens(seen)
+        keep = Budget(budget).tokens(max(seen, prompt))
         window = seen - math.floor(recent * keep + 0.5)
         while len(scores) > keep:
             old = [j for j in scores if j < window]
@@ -81,7 +90,7 @@ def reference(
 
     for now in range(len(key)):
         attend(now)
-        if now >= prompt - 1:
+        if now >= prompt - 1 or (chunk and (now + 1) % chunk == 0):
             evict(now + 1)
     return sorted(scores)
 
@@ -111,6 +120,33 @@ def test_kept_positions_are_the_reference(
             queries[0, head], inputs[1][0, head].double(), prompt, budget, recent, score
         )
         assert kept == expected
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    prompt=st.integers(1, 40),
+    chunk=st.integers(1, 45),
+    decode=st.integers(0, 6),
+    group=st.sampled_from([1, 3]),
+    budget=st.one_of(st.floats(0.05, 1.0), st.integers(1, 40)),
+    recent=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    score=st.sampled_from(["sum", "mean"]),
+    kernel=st.sampled_from(["flash", "eager"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_stays_of_chunks_is_the_reference(
+    seed: int, prompt: int, chunk: int, decode: int, group: int, budget: float, recent: float,
+    score: str, kernel: str,
+) -> None:  # fmt: skip
+    inputs = random_inputs(seed, 1, 2, group, prompt + decode)
+    knobs = {"budget": budget, "recent": recent, "score": score, "kernel": kernel}
+    layer = run(inputs, [prompt], decode, chunk, evict="chunk", **knobs).layers[0]
+    queries = inputs[0].double().unflatten(1, (2, group))
+    for head in range(2):
+        expected = reference(
+            queries[0, head], inputs[1][0, head].double(), prompt, budget, recent, score, chunk
+        )
+        assert sorted(layer.positions[0, head].tolist()) == expected
 
 
 @given(
