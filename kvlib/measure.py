@@ -98,8 +98,8 @@ def emulated_device(sizes: Shape) -> Tier:
 def predicted_peak(sizes: Shape, strategy: str, prefill: str, tokens: int, device: str) -> int:
     """Bytes that `prefill_layer` should find.
 
-    Unexplained, as measured: 0 to 2 MiB of flash, up to 10 of chunked prefill, which are probably
-    buffers that the matrix library keeps.
+    Left unexplained: about 1.3 MiB of H2O's flash prefill at any length, perhaps what the matrix
+    library keeps. Eager stays below by its output, not yet written when the scores are largest.
     """
     threads = torch.get_num_threads() if torch.device(device).type == "cpu" else 0
     peak = layer_prefill_peak(

@@ -53,9 +53,9 @@ def _status(field: str) -> int:
 def _hold_nothing_freed() -> None:
     """Have glibc give freed memory back: else it is used again uncounted, or counted though free.
 
-    From here on, too, for blocks of 1 MiB and more.
+    From here on, too: the size from which it does so, at first 128 KiB, no longer grows.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**17)
         libc.malloc_trim(0)
