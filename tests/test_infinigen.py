@@ -1,4 +1,4 @@
-"""InfiniGen against a slow reference: what it fetches, what its sketch holds, what its pool drops."""
+"""InfiniGen against a slow reference: what it fetches, its sketch, what its pool drops."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fetched_tokens(
     columns: list[list[int]],
     alpha: float,
     cap: float,
-) -> list[set[int]]:
+) -> list[set[int]]:  # fmt: skip
     """For one row, each KV head's tokens: foreseen [Hkv, G, D], keys [Hkv, n, D]; plain loops."""
     n, scores, near = keys.shape[1], [], []
     for head in range(HEADS):

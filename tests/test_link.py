@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -106,7 +107,7 @@ def test_fetches_for_the_next_layer_start_before_this_layer_attends(tiny: Tiny) 
         generate(model, *batch([64]), 2, past_key_values=cache)
     step = [move for move in tiers.link.trace if not math.isnan(move.needed)][-3:]
     assert [move.layer for move in step] == [0, 1, 2]
-    for this, following in zip(step, step[1:], strict=False):
+    for this, following in itertools.pairwise(step):
         assert following.start <= max(this.needed, this.end)
         assert following.needed > following.start
 

@@ -1,0 +1,186 @@
+"""Decode under a strategy: what a step takes, moves and holds, and how well the model still knows.
+
+The text is known, so the model is fed its tokens one by one and scored on each: under the same
+cache, with the same evictions and fetches, as if it had written them itself.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlib.attachment import attach
+from kvlib.caches import KVCache, PagedCache, make_cache
+from kvlib.emulation import Ratios, bandwidth_for, target_ratios
+from kvlib.hardware import find_machine
+from kvlib.link import Link
+from kvlib.measure import Values, prompt, value
+from kvlib.models import load
+from kvlib.shapes import Shape, find_shape
+from kvlib.tiers import Tier, Tiers, storage_bytes
+
+TARGET_SHAPE = "llama-3.1-8b"  # the model that the target machine serves
+TARGET_TOKENS, TARGET_BATCH = 4096, 4
+TIMED = 12  # decode steps that are timed over the emulated link, after one that is not
+
+
+def rolling_loglikelihood(
+    model: Any, cache: KVCache, ids: Tensor, prompt: int
+) -> tuple[Tensor, list[float]]:
+    """Log-probabilities of ids[:, prompt:] under the cache [B, N − prompt], and seconds a step.
+
+    ids [B, N], without pads. The first `prompt` tokens are read at once with exact attention,
+    then the cache acts: each further token is predicted, then fed, one at a time.
+    Raises ValueError unless 0 < prompt < N.
+    """
+    batch, tokens = ids.shape
+    if not 0 < prompt < tokens:
+        raise ValueError(f"prompt {prompt}: give fewer than the text's {tokens} tokens, and some")
+    cache.begin([prompt] * batch)
+    logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    found, seconds = [], []
+    for now in range(prompt, tokens):
+        scores = torch.log_softmax(logits.float(), dim=-1)
+        found.append(scores.gather(1, ids[:, now : now + 1])[:, 0])
+        start = time.perf_counter()
+        logits = model(ids[:, now : now + 1], past_key_values=cache).logits[:, -1]
+        seconds.append(time.perf_counter() - start)
+    return torch.stack(found, dim=1), seconds
+
+
+def perplexity(loglikelihoods: Tensor) -> float:
+    """exp of the mean negative log-probability a token."""
+    return math.exp(-loglikelihoods.double().mean().item())
+
+
+@torch.inference_mode()
+def decode_text(
+    *, strategy: str, knobs: str, tokens: int, steps: int, batch: int, machine: str,
+    model: str, device: str, seed: int, **_: Any,
+) -> Values:  # fmt: skip
+    """Decode real text under a strategy: perplexity, memory, bytes moved, and TPOT.
+
+    knobs    the strategy's parameters, `budget=0.3` or `alpha=5,cap=0.2`; "" for none
+    machine  the published machine whose link is emulated; on a GPU the link is the real one
+    Perplexity comes from `steps` tokens behind a prompt of `tokens`; then TIMED steps are timed.
+    """
+    loaded = load(model, "float32", device)
+    texts = [
+        prompt(loaded.tokenizer, tokens + steps + TIMED + 1, seed + 7 * b) for b in range(batch)
+    ]
+    ids = torch.cat(texts).to(device)
+    with attach(loaded.model):
+        resident = resident_step(loaded.model, ids[:, : tokens + 9], tokens)
+        tiers = Tiers(device=Tier("device"))
+        cache = make_cache(strategy, loaded.model, tiers=tiers, **parse(knobs))
+        scores, _seconds = rolling_loglikelihood(
+            loaded.model, cache, ids[:, : tokens + steps], tokens
+        )
+        link = emulated_link(loaded.model, machine, device, batch * (tokens + steps), resident)
+        seconds = timed_steps(loaded.model, cache, ids[:, tokens + steps :], link)
+    held = cache.usage()["held"] if isinstance(cache, PagedCache) else tiers.device.peak
+    share = attended(cache, link, loaded.model)
+    source = "emulated" if link.is_emulated else "measured"
+    values = [
+        value("perplexity", perplexity(scores), "1"),
+        value("device_used", held, "B"),
+        value("host_used", cache.nbytes()["host"], "B"),
+        value("bytes_moved", link.fetched / TIMED, "B", source),
+        value("share", share, "1"),
+        value("tpot", statistics.median(seconds), "s", source),
+        value("gather_time", link.gather_time / TIMED, "s"),
+        value("tpot_resident", resident, "s"),
+    ]
+    return values + ratio_values(loaded.model, cache, link, machine, resident, share)
+
+
+def parse(knobs: str) -> dict[str, Any]:
+    """`alpha=5,cap=0.2` as keyword arguments; whole numbers are counts, others are left as text."""
+    pairs = (item.partition("=") for item in knobs.split(",") if item)
+    return {name: int(text) if text.isdigit() else text for name, _, text in pairs}
+
+
+def resident_step(model: Any, ids: Tensor, prompt: int) -> float:
+    """Seconds of a decode step with everything on the device: the median of a few."""
+    _, seconds = rolling_loglikelihood(model, make_cache("full", model), ids, prompt)
+    return statistics.median(seconds[1:])
+
+
+def emulated_link(model: Any, machine: str, device: str, tokens: int, resident: float) -> Link:
+    """A link as slow beside this run as the machine's is beside its own; a GPU has a real one."""
+    if torch.device(device).type == "cuda":
+        return Link.real()
+    target = _target(machine, 1.0)
+    kv = tokens * kv_token_bytes(model)
+    return Link.emulated(bandwidth_for(target.rho1, kv, resident))
+
+
+def _target(machine: str, share: float) -> Ratios:
+    sizes = find_shape(TARGET_SHAPE)
+    return target_ratios(find_machine(machine), sizes, TARGET_TOKENS, TARGET_BATCH, share)
+
+
+def kv_token_bytes(model: Any) -> int:
+    """Keys and values of one token in all layers."""
+    sizes = Shape.from_config(model.config)
+    element: int = model.dtype.itemsize
+    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * element
+
+
+def timed_steps(model: Any, cache: KVCache, ids: Tensor, link: Link) -> list[float]:
+    """Seconds of each step over `link` that feeds a column of ids; the first is thrown away.
+
+    The link's counts and the device's peak are those of the timed steps.
+    """
+    cache.tiers.link = link
+    seconds = []
+    for now in range(ids.shape[1]):
+        if now == 1:
+            link.reset()
+            cache.tiers.device.reset_peak()
+        start = time.perf_counter()
+        model(ids[:, now : now + 1], past_key_values=cache)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def attended(cache: KVCache, link: Link, model: Any) -> float:
+    """Share of the tokens seen that a decode step attends to, over all layers.
+
+    What a strategy fetches is read off the link, whole layers included.
+    """
+    seen = sum(cache.timeline.seen)
+    if link.fetched:
+        return link.fetched / TIMED / kv_token_bytes(model) / seen
+    stored = sum(sum(layer.count) for layer in cache.layers)
+    return float(stored / len(cache.layers) / seen)
+
+
+def ratio_values(
+    model: Any, cache: KVCache, link: Link, machine: str, resident: float, share: float
+) -> Values:
+    """The three ratios of this run and of its target, where the link is emulated."""
+    if not link.is_emulated or not link.fetched:
+        return []
+    kv = sum(cache.timeline.seen) * kv_token_bytes(model)
+    weights = storage_bytes(model.parameters())
+    here = Ratios(kv / link.bandwidth / resident, kv / weights, link.gather_time / TIMED / resident)
+    there = _target(machine, share if link.gather_time else 0.0)
+    pairs = zip(vars(here).items(), vars(there).values(), strict=True)
+    return [
+        row
+        for (name, ours), theirs in pairs
+        for row in (value(name, ours, "1"), value(f"{name}_target", theirs, "1", "modelled"))
+    ]
+
+
+def decode_seconds(point: Mapping[str, Any]) -> float:
+    """Rough seconds that `decode_text` takes on two cores, for the estimate before a run."""
+    slow = 4.0 if point["strategy"] == "offload" else 0.0
+    return 3.0 + slow + float(point["batch"]) * (point["tokens"] / 500 + 0.02 * point["steps"])

@@ -1,0 +1,53 @@
+"""Which emulated link stands for which machine, and how far the rest of the likeness goes.
+
+A slow link matters in proportion: what has to agree with the target machine is the ratio of times,
+not the bandwidth. Three ratios are stored with every emulated row, for this run and the target:
+
+ρ1  link time of all keys and values ÷ time of a decode step with everything on the device
+ρ2  bytes of keys and values ÷ bytes of weights
+ρ3  time in which the host gathers a layer's fetched rows ÷ time of a layer's decode step
+
+The bandwidth is chosen so that ρ1 agrees. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlib.hardware import Machine
+from kvlib.memory import kv_bytes, weight_bytes
+from kvlib.shapes import Shape, check_positive
+
+HOST_BANDWIDTH = 307e9  # B/s, eight channels of DDR5-4800, as beside an H100; reads and writes
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """ρ1, ρ2 and ρ3 of a run or of a target machine."""
+
+    rho1: float
+    rho2: float
+    rho3: float
+
+
+def target_ratios(
+    machine: Machine, shape: Shape, tokens: int, batch: int, share: float, dtype: str = "bfloat16"
+) -> Ratios:
+    """The ratios on a published machine, where a decode step is the time to read its memory.
+
+    share: part of the stored tokens that the host gathers, read and written once.
+    """
+    kv, weights = kv_bytes(shape, tokens, batch, dtype), weight_bytes(shape, dtype)
+    step = (kv + weights) / machine.bandwidth
+    return Ratios(
+        rho1=float(kv / machine.link.bandwidth / step),
+        rho2=float(kv / weights),
+        rho3=float(2 * share * kv / HOST_BANDWIDTH / step),
+    )
+
+
+def bandwidth_for(rho1: float, kv: float, step: float) -> float:
+    """B/s at which `kv` bytes take `rho1` times as long as a resident step of `step` seconds."""
+    check_positive("rho1", rho1)
+    check_positive("step", step)
+    return kv / (rho1 * step)
