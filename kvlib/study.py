@@ -265,8 +265,7 @@ def _failure(error: Exception) -> _Outcome:
     if isinstance(error, Refused):
         size = {"metric": "predicted_bytes", "value": error.nbytes, "unit": "B"}
         return _Outcome("refused", [size | {"source": "modelled"}], str(error))
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & OUT_OF_MEMORY or "DefaultCPUAllocator" in detail:
+    if OUT_OF_MEMORY & {k.__name__ for k in type(error).__mro__} or "DefaultCPUAllocator" in detail:
         return _Outcome("oom", [], detail)
     return _Outcome("error", [], detail, trace="".join(traceback.format_exception(error)))
 
