@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from kvlib.kernels import column_mass, explicit_prefill, flash_prefill
-from kvlib.measure import peak_rss
+from kvlib.peak import peak_rss
 
 HEADS, KV_HEADS, SIZE = 9, 3, 64  # SmolLM2-135M
 SCALE = SIZE**-0.5

@@ -183,4 +183,4 @@ def ratio_values(
 def decode_seconds(point: Mapping[str, Any]) -> float:
     """Rough seconds that `decode_text` takes on two cores, for the estimate before a run."""
     slow = 4.0 if point["strategy"] == "offload" else 0.0
-    return 3.0 + slow + float(point["batch"]) * (point["tokens"] / 500 + 0.02 * point["steps"])
+    return float(3 + slow + point["batch"] * (point["tokens"] / 500 + 0.02 * point["steps"]))

@@ -20,7 +20,6 @@ from kvlib.caches.timeline import Timeline
 from kvlib.memory import kv_bytes, layer_prefill_peak, weight_bytes
 from kvlib.models import FREE_SHARE, free_memory, load, shape_of
 from kvlib.peak import peak_memory
-from kvlib.peak import peak_rss as peak_rss
 from kvlib.shapes import Shape
 from kvlib.study import Refused
 from kvlib.texts import long_text

@@ -248,7 +248,18 @@ def test_crop(model: PreTrainedModel) -> None:
     assert not evicting.is_croppable
 
 
-@pytest.mark.parametrize(("strategy", "knobs"), [("full", {}), ("h2o", {"budget": 0.4})])
+ALL: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}),
+    ("h2o", {"budget": 0.4}),
+    ("streaming", {"budget": 5, "sinks": 1}),
+    ("paged", {"block": 4}),
+    ("offload", {}),
+    ("infinigen", {"cap": 0.4, "skip_layers": 1}),
+    ("infinigen", {"cap": 0.4, "pool": 6}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "knobs"), ALL)
 def test_a_fork_goes_its_own_way(
     model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
 ) -> None:
@@ -267,6 +278,71 @@ def test_a_fork_goes_its_own_way(
         original = model(torch.tensor([[5], [5]]), attention_mask=own, past_key_values=cache).logits
     torch.testing.assert_close(forked[[2, 0]], original, atol=1e-5, rtol=1e-4)
     assert (forked[0] - forked[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("strategy", "knobs"), ALL)
+def test_rows_come_and_go_and_each_is_as_alone(
+    model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
+) -> None:
+    """Insert and release in the middle of decode, as continuous batching does."""
+    prompts = [batch([n], seed=n)[0] for n in (11, 4, 17)]
+    token = torch.tensor([[5]])
+
+    def step(cache: Any) -> torch.Tensor:
+        seen = torch.tensor(cache.timeline.seen)[:, None]
+        ids = token.expand(len(seen), 1)
+        logits = model(ids, position_ids=seen, past_key_values=cache).logits[:, -1]
+        cache.check()
+        return logits
+
+    def filled(ids: torch.Tensor) -> Any:
+        made = first.empty() if strategy == "paged" else kvlib.make_cache(strategy, model, **knobs)
+        model(ids, past_key_values=made)
+        return made
+
+    with kvlib.attach(model):
+        first = kvlib.make_cache(strategy, model, **knobs)
+        model(prompts[0], past_key_values=first)
+        alone = [filled(ids) for ids in prompts]
+        expected = [torch.stack([step(cache)[0] for _ in range(4)]) for cache in alone]
+        seen = [step(first)[0]]
+        first.insert(filled(prompts[1]))
+        both = step(first)
+        first.insert(filled(prompts[2]))
+        three = step(first)
+        first.release(0)
+        two = step(first)
+        first.release(1)
+        last = step(first)
+    seen += [both[0], three[0]]
+    torch.testing.assert_close(torch.stack(seen), expected[0][:3], atol=1e-5, rtol=1e-4)
+    second = torch.stack([both[1], three[1], two[0], last[0]])
+    torch.testing.assert_close(second, expected[1], atol=1e-5, rtol=1e-4)
+    third = torch.stack([three[2], two[1]])
+    torch.testing.assert_close(third, expected[2][:2], atol=1e-5, rtol=1e-4)
+
+
+def test_caches_that_cannot_be_joined(model: PreTrainedModel) -> None:
+    ids = batch([6])[0]
+    with kvlib.attach(model):
+        full, h2o, other = (kvlib.make_cache(s, model) for s in ("full", "h2o", "full"))
+        with pytest.raises(ValueError, match="empty"):
+            full.insert(other)
+        for cache in (full, h2o):
+            model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="one strategy"):
+            full.insert(h2o)
+        other.begin([9])
+        model(ids, past_key_values=other)
+        with pytest.raises(ValueError, match="not complete"):
+            full.insert(other)
+        paged = [kvlib.make_cache("paged", model, blocks=9) for _ in range(2)]
+        for cache in paged:
+            model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="different pools"):
+            paged[0].insert(paged[1])
+        for cache in (full, *paged):
+            cache.check()
 
 
 def test_a_forward_that_stopped_half_way_is_noticed(model: PreTrainedModel) -> None:

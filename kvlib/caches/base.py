@@ -179,6 +179,19 @@ class KVLayer(CacheLayerMixin):
         self.count = [self.count[r] for r in rows]
         self._gather_rows(rows)
 
+    def join(self, other: KVLayer) -> None:
+        """Take over the rows of another layer of this kind, behind these."""
+        n, old = len(self.count), self.slots
+        self.count = self.count + other.count
+        self.slots = {}
+        for name in list(old):
+            parts = [old.pop(name), other.slots[name]]
+            new = self._storage(name, len(self.count), max(part.shape[2] for part in parts))
+            for rows, part in zip((slice(0, n), slice(n, None)), parts, strict=True):
+                new[rows, :, : part.shape[2]] = part
+            self.slots[name] = new
+        self.fed = max(self.fed, other.fed)
+
     def fork(self, timeline: Timeline, rows: Sequence[int]) -> KVLayer:
         """A copy of these rows that shares nothing with this layer."""
         twin = copy.copy(self)

@@ -141,6 +141,32 @@ class KVCache(Cache):
         twin.layers = [layer.fork(twin.timeline, rows) for layer in self.layers]
         return twin
 
+    def insert(self, other: KVCache) -> None:
+        """Take over the rows of another cache of this strategy, behind these; `other` is emptied.
+
+        Both must be between two turns. Feed position_ids from then on, or a mask in which each
+        row's past is its own tokens, padded on the left. Raises ValueError otherwise.
+        """
+        if self.timeline.pending or other.timeline.pending:
+            raise ValueError("a prompt is not complete yet: feed it before caches are joined")
+        kinds = {type(layer) for layer in (*self.layers, *other.layers)}
+        if len(kinds) > 1 or len(self.layers) != len(other.layers):
+            raise ValueError("only caches of one strategy and one model can be joined")
+        if not self.timeline.seen:
+            raise ValueError("this cache is empty: use the other one")
+        self.timeline.join(other.timeline)
+        for layer, more in zip(self.layers, other.layers, strict=True):
+            layer.join(more)
+        other.reset()
+
+    def release(self, row: int) -> None:
+        """Drop a row; those behind it move up. The last one leaves an empty cache."""
+        rest = [r for r in range(len(self.timeline.seen)) if r != row]
+        if rest:
+            self._select(rest)
+        else:
+            self.reset()
+
     def reset(self) -> None:
         self.timeline.reset()
         for layer in self.layers:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlib.caches.base import KV, Kind, View, one_of
+from kvlib.caches.base import KV, Kind, KVLayer, View, one_of
 from kvlib.caches.evicting import EvictingLayer
 from kvlib.caches.offload import HostLayer
 from kvlib.caches.timeline import Timeline
@@ -100,6 +100,13 @@ class InfiniGen(HostLayer, EvictingLayer):
         index = torch.tensor(rows, device=getattr(self, "device", None))
         self.importance = None if self.importance is None else self.importance[index]
         self.columns = None if self.columns is None else self.columns[index]
+        self.chosen = None
+
+    def join(self, other: KVLayer) -> None:
+        assert isinstance(other, InfiniGen)
+        super().join(other)
+        if self.columns is not None and other.columns is not None:
+            self.columns = torch.cat([self.columns, other.columns])
         self.chosen = None
 
     # -- speculation ------------------------------------------------------------------------

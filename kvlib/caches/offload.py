@@ -41,6 +41,10 @@ class HostLayer(KVLayer):
         self.transfer = None  # it was for other rows
         super().select(rows)
 
+    def join(self, other: KVLayer) -> None:
+        self.transfer = None
+        super().join(other)
+
     def crop(self, tokens_to_remove: int) -> None:
         self.transfer = None
         super().crop(tokens_to_remove)

@@ -147,6 +147,14 @@ class BlockTables(Timeline):
         self.tables += kept
         super().select(rows)
 
+    def join(self, other: Timeline) -> None:
+        assert isinstance(other, BlockTables)
+        if other.pool is not self.pool:
+            raise ValueError("these caches live in different pools: make the other with empty()")
+        super().join(other)
+        self.tables += other.tables
+        other.tables.clear()  # their blocks are ours now
+
     def shorten(self, tokens: int) -> None:
         for table in self.tables:
             self.pool.crop(table, tokens)
@@ -301,14 +309,8 @@ class PagedCache(KVCache):
         if kv is None and len(table.tokens) < table.length:
             raise ValueError("this row's token ids are not all known: preempt it with swap=True")
         gone = Preempted(list(table.tokens), table.length, kv)
-        self._keep([r for r in range(len(self.timeline.seen)) if r != row])
+        self.release(row)
         return gone
-
-    def _keep(self, rows: Sequence[int]) -> None:
-        if rows:
-            self._select(rows)
-        else:
-            self.reset()
 
     def _swap_out(self, table: Table) -> Tensor:
         shape = (*self.pool.kv.shape[:2], len(table.blocks), *self.pool.kv.shape[3:])

@@ -114,6 +114,11 @@ class Timeline:
         self.lengths = [self.lengths[r] for r in rows]
         self.positions = None
 
+    def join(self, other: Timeline) -> None:
+        """Take over the rows of another timeline, behind these."""
+        self.seen, self.targets = self.seen + other.seen, self.targets + other.targets
+        self.lengths, self.positions = self.lengths + other.lengths, None
+
     def shorten(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every row."""
         self.seen = [s - tokens for s in self.seen]
