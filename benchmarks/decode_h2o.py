@@ -27,11 +27,14 @@ BATCH, BUDGET, CHUNK = 4, 0.2, 512
 
 
 def fill(model: Any, cache: Any, ids: torch.Tensor) -> Any:
-    """Prefill in chunks; returns the cache."""
+    """Prefill one row in chunks; returns a cache of BATCH such rows."""
     if isinstance(cache, KVCache):
-        cache.begin([ids.shape[1]] * ids.shape[0])
+        cache.begin([ids.shape[1]])
     for first in range(0, ids.shape[1], CHUNK):
         model(ids[:, first : first + CHUNK], past_key_values=cache, logits_to_keep=1)
+    if isinstance(cache, KVCache):
+        return cache.fork([0] * BATCH)
+    cache.batch_repeat_interleave(BATCH)
     return cache
 
 
@@ -65,7 +68,7 @@ def attention_step(model: Any, cache: KVCache) -> float:
 
 def compare(model: Any, context: int, rounds: int) -> dict[str, list[float]]:
     """Step times of each strategy, in interleaved rounds, and of full's attention alone."""
-    ids = torch.randint(100, 40000, (BATCH, context), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(100, 40000, (1, context), generator=torch.Generator().manual_seed(0))
     dynamic = fill(model, DynamicCache(), ids)
     with attach(model):
         full = fill(model, make_cache("full", model), ids)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 QUERY_TILE = 768  # rows of a rebuilt tile: queries × heads of a group
 KEY_TILE = 1024
-PAGE_TILE = 2048  # tokens gathered from blocks at a time
+PAGE_TILE = 4096  # tokens gathered from blocks at a time
 
 # -- decode: one query a row ----------------------------------------------------------------
 
@@ -34,13 +34,13 @@ def decode_weights(
 ) -> tuple[Tensor, Tensor]:
     """One query a row, with its weights: [B, Hq, 1, D] → ([B, Hq, 1, D], [B, Hkv, G, S] float32).
 
-    The group's query heads are columns of one small product with K, in K's own layout.
+    The group's query heads are the rows of one small product. CPUs are slow at those in half
+    precision, and reading the keys as float32 costs less than it saves.
     hidden [B, Hkv or 1, S] bool: slots that must not be seen.
     """
-    grouped = _group(query, key.shape[1])
-    scores = torch.matmul(key, grouped.transpose(2, 3))  # [B, Hkv, S, G]
-    scores = scores.transpose(2, 3).to(torch.float32, memory_format=torch.contiguous_format)
-    scores *= scale
+    wide = torch.float32 if query.device.type == "cpu" else query.dtype
+    grouped = _group(query, key.shape[1]).to(wide)
+    scores = torch.matmul(grouped, key.to(wide).mT).float() * scale  # [B, Hkv, G, S]
     if hidden is not None:
         scores.masked_fill_(hidden[:, :, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1)
@@ -78,16 +78,16 @@ def decode_pages(query: Tensor, pages: Pages, scale: float) -> Tensor:
     Rows of like length are gathered together, PAGE_TILE tokens at a time, so that the scratch is
     bounded and stays in the processor's cache.
     """
-    out = torch.empty_like(query)
+    out, space = torch.empty_like(query), page_space(pages)
     order = sorted(range(len(pages.count)), key=lambda b: pages.count[b])
     while order:
         longest = pages.count[order[-1]]
         many = max(1, PAGE_TILE // longest)
         rows, order = order[-many:], order[:-many]
         if len(rows) == 1:
-            out[rows] = _decode_row(query[rows], pages, rows, longest, scale)
+            out[rows] = _decode_row(query[rows], pages, rows, longest, scale, space)
             continue
-        key, value = pages.rows(rows, 0, longest)
+        key, value = pages.rows(rows, 0, longest, space)
         counts = torch.tensor([pages.count[b] for b in rows], device=query.device)
         hidden = torch.arange(longest, device=query.device) >= counts[:, None, None]
         uneven = pages.count[rows[0]] < longest
@@ -95,15 +95,29 @@ def decode_pages(query: Tensor, pages: Pages, scale: float) -> Tensor:
     return out
 
 
+def page_space(pages: Pages) -> tuple[Tensor, Tensor]:
+    """Room for the blocks of PAGE_TILE tokens, or of all: two [blocks, block·Hkv·D]."""
+    block = pages.key.shape[1]
+    blocks = min(pages.table.numel(), max(1, PAGE_TILE // block) + pages.table.shape[0])
+    empty = pages.key.new_empty
+    size = pages.key[0].numel()
+    return empty(blocks, size), empty(blocks, size)
+
+
 def _decode_row(
-    query: Tensor, pages: Pages, row: Sequence[int], count: int, scale: float
+    query: Tensor,
+    pages: Pages,
+    row: Sequence[int],
+    count: int,
+    scale: float,
+    space: Sequence[Tensor],
 ) -> Tensor:
     """One row in segments of PAGE_TILE tokens, joined by their log-sum-exps."""
     out, lse = None, None
     block = pages.key.shape[1]
     step = max(block, PAGE_TILE // block * block)
     for first in range(0, count, step):
-        key, value = pages.rows(row, first, min(first + step, count))
+        key, value = pages.rows(row, first, min(first + step, count), space)
         part = _flash_kernel(_group(query, key.shape[1]), key, value, scale, False)
         out, lse = part if out is None or lse is None else join(out, lse, *part)
     assert out is not None

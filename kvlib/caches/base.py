@@ -51,13 +51,19 @@ class Pages(View):
     def __init__(self, key: Tensor, value: Tensor, table: Tensor, count: list[int]) -> None:
         self.key, self.value, self.table, self.count = key, value, table, count
 
-    def rows(self, rows: Sequence[int], first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Tokens first … last-1 of these rows, where `first` begins a block: two [B, Hkv, n, D]."""
+    def rows(
+        self, rows: Sequence[int], first: int, last: int, space: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens first … last-1 of these rows, where `first` begins a block: two [B, Hkv, n, D].
+
+        space: two tensors of blocks to gather into, large enough; they are overwritten.
+        """
         block = self.key.shape[1]
         blocks = self.table[rows, first // block : -(-last // block)].reshape(-1)
         parts = []
-        for stored in (self.key, self.value):
-            picked = torch.index_select(stored.flatten(1), 0, blocks)
+        for i, stored in enumerate((self.key, self.value)):
+            out = space[i][: len(blocks)] if space else None
+            picked = torch.index_select(stored.flatten(1), 0, blocks, out=out)
             tokens = picked.view(len(rows), -1, *stored.shape[2:])[:, : last - first]
             parts.append(tokens.transpose(1, 2))
         return parts[0], parts[1]

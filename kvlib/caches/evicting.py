@@ -129,8 +129,11 @@ class EvictingLayer(KVLayer):
         if keep != [n - 1 for n in self.count]:  # rows within budget: the last slot onto itself
             over = torch.tensor([k < n for k, n in zip(keep, self.count, strict=True)])
             victim = torch.where(over.to(self.device)[:, None, None], victim, last)
+        heads, capacity = victim.shape[0] * victim.shape[1], self.slots["key"].shape[2]
+        where = victim.view(-1) + torch.arange(0, heads * capacity, capacity, device=self.device)
         for tensor in self.slots.values():
-            _overwrite(tensor, victim, _at(tensor, last))
+            newest = _at(tensor, last).flatten(0, 2)
+            tensor.flatten(0, 2).index_copy_(0, where.to(tensor.device), newest)
 
     def _compact(self, keep: Sequence[int]) -> None:
         """Copy the `keep[b]` highest-priority tokens of row b into fresh, smaller storage."""
@@ -161,12 +164,3 @@ def _spread(index: Tensor, over: Tensor) -> Tensor:
     """A slot index [B, Hkv, n] for `gather` from a tensor [B, Hkv, S, …]."""
     index = index.to(over.device)
     return index if over.dim() == 3 else index[..., None].expand(*index.shape, *over.shape[3:])
-
-
-def _overwrite(tensor: Tensor, slot: Tensor, entry: Tensor) -> None:
-    """Put one entry [B, Hkv, 1, …] into one slot of each KV head of whole storage."""
-    heads = slot.shape[0] * slot.shape[1]
-    first = torch.arange(heads, device=tensor.device) * tensor.shape[2]
-    where = first + slot.to(tensor.device).view(-1)
-    entries = tensor.view(heads * tensor.shape[2], *tensor.shape[3:])
-    entries.index_copy_(0, where, entry.reshape(heads, *tensor.shape[3:]))

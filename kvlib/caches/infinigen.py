@@ -40,6 +40,8 @@ class InfiniGen(HostLayer, EvictingLayer):
                  the mean), "lru" (fetched longest ago), "fifo"
     """
 
+    slack = 64
+
     def __init__(
         self,
         timeline: Timeline,
