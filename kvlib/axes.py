@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
 
 
 def bytes_text(value: float) -> str:
@@ -32,8 +32,12 @@ def tokens_text(value: float) -> str:
 
 
 def bytes_axis(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Label an axis in KiB, MiB, GiB."""
-    _of(ax, axis).set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
+    """Label an axis in KiB, MiB, GiB; a linear one at whole powers of two."""
+    chosen = _of(ax, axis)
+    if chosen.get_scale() == "linear":
+        low, high = chosen.get_view_interval()
+        chosen.set_major_locator(MultipleLocator(2.0 ** np.ceil(np.log2((high - low) / 6))))
+    chosen.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
 
 
 def seconds_axis(ax: Axes, axis: Literal["x", "y"] = "y") -> None:

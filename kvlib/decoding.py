@@ -86,7 +86,7 @@ def decode_text(
         seconds = timed_steps(loaded.model, cache, ids[:, tokens + steps :], link)
     held = cache.usage()["held"] if isinstance(cache, PagedCache) else tiers.device.peak
     share = attended(cache, link, loaded.model)
-    source = "emulated" if link.is_emulated else "measured"
+    source = "emulated" if link.is_emulated and link.fetched else "measured"
     values = [
         value("perplexity", perplexity(scores), "1"),
         value("device_used", held, "B"),
@@ -153,11 +153,13 @@ def timed_steps(model: Any, cache: KVCache, ids: Tensor, link: Link) -> list[flo
 def attended(cache: KVCache, link: Link, model: Any) -> float:
     """Share of the tokens seen that a decode step attends to, over all layers.
 
-    What a strategy fetches is read off the link, whole layers included.
+    What a strategy fetches is read off the link, whole layers included; the newest token, which
+    needs no fetching, is attended too.
     """
-    seen = sum(cache.timeline.seen)
+    rows, seen = len(cache.timeline.seen), sum(cache.timeline.seen)
     if link.fetched:
-        return link.fetched / TIMED / kv_token_bytes(model) / seen
+        fetched = link.fetched / TIMED / kv_token_bytes(model)
+        return (fetched + rows) / (seen - rows * (TIMED - 1) / 2)  # seen on average
     stored = sum(sum(layer.count) for layer in cache.layers)
     return float(stored / len(cache.layers) / seen)
 

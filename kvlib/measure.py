@@ -6,6 +6,7 @@ its own and store what it returns.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from kvlib.attachment import attach
 from kvlib.attention import Binding, attention_forward
-from kvlib.caches import KVCache, find_strategy, make_cache
+from kvlib.caches import InfiniGen, KVCache, find_strategy, make_cache
 from kvlib.caches.timeline import Timeline
 from kvlib.memory import kv_bytes, layer_prefill_peak, weight_bytes
 from kvlib.models import FREE_SHARE, free_memory, load, shape_of
@@ -240,27 +241,38 @@ def kept_tokens(
     *, strategy: str, budget: float, steps: int, layer: int, head: int, model: str, device: str,
     **_: Any,
 ) -> Values:  # fmt: skip
-    """What one KV head holds after each step, and the share of heads of each layer at the end."""
+    """The state of each token in one KV head after each step, and how many heads attend at the end.
+
+    `kept` is 1 for a token that the step attended to, 0.5 for one left on the host, 0 for one
+    that is gone; `attended_share` is the share of a layer's heads that attended to it.
+    """
     loaded = load(model, "float32", device)
     ids = question(loaded.tokenizer).to(device)
-    options: dict[str, Any] = {} if strategy == "full" else {"budget": budget}
+    knobs = inspect.signature(find_strategy(strategy)).parameters
+    options: dict[str, Any] = {knob: budget for knob in ("budget", "cap") if knob in knobs}
     values: Values = []
     with attach(loaded.model):
         cache = make_cache(strategy, loaded.model, **options)
         for step in range(steps + 1):
             logits = loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits
             ids = logits[:, -1:].argmax(-1)
-            held = kept_by(cache, layer)[head]
-            values += [_at(step, layer, p, "kept", float(x)) for p, x in enumerate(held)]
+            held = states(cache, layer)[head].tolist()
+            values += [_at(step, layer, p, "kept", x) for p, x in enumerate(held)]
     for depth in range(len(cache.layers)):
-        shares = kept_by(cache, depth).float().mean(0)
-        values += [_at(steps, depth, p, "kept_share", float(x)) for p, x in enumerate(shares)]
+        shares = (states(cache, depth) == 1).float().mean(0).tolist()
+        values += [_at(steps, depth, p, "attended_share", x) for p, x in enumerate(shares)]
     return values
 
 
-def kept_by(cache: KVCache, layer: int) -> Tensor:
-    """[Hkv, seen] bool: which tokens of the first row each KV head of a layer holds."""
-    return kept_mask(cache.layers[layer].positions, cache.timeline.seen[0])[0]
+def states(cache: KVCache, layer: int) -> Tensor:
+    """Of the first row's tokens [Hkv, seen]: 1 attended to, 0.5 left on the host, 0 gone."""
+    of, seen = cache.layers[layer], cache.timeline.seen[0]
+    stored = kept_mask(of.positions, seen)[0].float()
+    if not isinstance(of, InfiniGen) or of.chosen is None:
+        return stored
+    fetched = of.positions.gather(2, of.chosen)
+    newest = of.positions[:, :, -1:]
+    return stored / 2 + kept_mask(torch.cat([fetched, newest], dim=2), seen)[0] / 2
 
 
 def _at(step: int, depth: int, position: int, metric: str, amount: float) -> dict[str, Any]:
