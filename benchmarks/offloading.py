@@ -101,6 +101,17 @@ def check_bytes(cache: KVCache, link: Link) -> None:
         assert move.nbytes == tokens * token, (move, tokens * token)
 
 
+def check_bandwidth(link: Link) -> None:
+    """Print what an emulated link really delivers, beside what was asked."""
+    data = torch.zeros(int(link.bandwidth / 200))  # 20 ms each
+    start = time.perf_counter()
+    for _ in range(10):
+        link.fetch([data], data.device, 0).wait()
+    reached = 10 * data.nbytes / (time.perf_counter() - start)
+    error = abs(reached / link.bandwidth - 1)
+    line("bandwidth's error", error, 0.1)
+
+
 def report(
     middle: dict[tuple[str, str], float],
     links: dict[str, Link],
@@ -118,6 +129,7 @@ def report(
         wire = sum(m.end - m.start for m in every) * depth / len(every)
         print(f"{name}, here {links[name].bandwidth / 1e9:.2f} GB/s: offload {1e3 * whole:.0f} ms, "
               f"infinigen {1e3 * ours:.0f} ms, its link busy for {1e3 * wire:.0f} ms")  # fmt: skip
+        check_bandwidth(links[name])
         line("infinigen ÷ its bound", ours / max(alone, wire), 1.3)
         if name.startswith("H100"):
             line("infinigen ÷ offload", ours / whole, 0.5)

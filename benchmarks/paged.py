@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache, QuantizedCache
+from transformers import DynamicCache, GenerationConfig, QuantizedCache
 
-from kvlib import kernels
+from kvlib import decode_kernels
 from kvlib.attachment import attach
 from kvlib.caches import KVCache, make_cache
-from kvlib.caches.base import Pages
 from kvlib.caches.paged import PagedCache
+from kvlib.caches.view import Pages
 from kvlib.models import load
 from kvlib.peak import peak_rss
 
@@ -105,6 +105,24 @@ def quantized(model: Any) -> dict[str, Any]:
         return {}
 
 
+def batching(rows: int = 16, prompt: int = 64, new: int = 16) -> None:
+    """Print the speed of `generate` on blocks against transformers' own continuous batching."""
+    model = load("smollm2").model
+    ids = torch.randint(100, 40000, (rows, prompt))
+    config = GenerationConfig(
+        max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    start = time.perf_counter()
+    model.generate_batch(inputs=ids.tolist(), generation_config=config, progress_bar=False)
+    theirs = time.perf_counter() - start
+    with attach(model):
+        cache = make_cache("paged", model, blocks=rows * 8)
+        start = time.perf_counter()
+        model.generate(ids, past_key_values=cache, generation_config=config)
+        ours = time.perf_counter() - start
+    line("speed ÷ generate_batch", theirs / ours, 1.0)
+
+
 def attention(full: KVCache, paged: PagedCache, batch: int) -> None:
     """Print the speed of one layer's attention alone."""
     heads, size = full.layers[0].shape
@@ -117,8 +135,8 @@ def attention(full: KVCache, paged: PagedCache, batch: int) -> None:
     ]
     for view, page in zip(views, pages, strict=True):
         for name, run in (
-            ("full", lambda v=view: kernels.decode(query, v.key, v.value, 1.0, None)),
-            ("paged", lambda p=page: kernels.decode_pages(query, p, 1.0)),
+            ("full", lambda v=view: decode_kernels.decode(query, v.key, v.value, 1.0, None)),
+            ("paged", lambda p=page: decode_kernels.decode_pages(query, p, 1.0)),
         ):
             start = time.perf_counter()
             run()
@@ -134,7 +152,7 @@ def scratch(context: int, batch: int) -> None:
         key, value = torch.randn(2, table.numel(), block, 3, 64)
         pages = Pages(key, value, table, [context] * batch)
         with peak_rss() as grown:
-            kernels.decode_pages(torch.randn(batch, 9, 1, 64), pages, 1.0)
+            decode_kernels.decode_pages(torch.randn(batch, 9, 1, 64), pages, 1.0)
         for peak in grown:
             layer = peak / (key.nbytes + value.nbytes)
             print(f"scratch of blocks of {block}: {peak / 2**20:.1f} MiB, {layer:.2f} of a layer")
@@ -173,4 +191,5 @@ if __name__ == "__main__":
         for dtype in ("float32", "bfloat16"):
             compare(dtype, options.context, options.batch, options.rounds)
         waste(16)
+        batching()
         scratch(options.context, options.batch)

@@ -1,7 +1,8 @@
 """The attention and mask functions registered with transformers.
 
 They are exact and causal by the true positions that the cache layer keeps; the arithmetic is in
-`kernels`. Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq / Hkv, T queries, S keys, D size.
+`kernels` and `decode_kernels`.
+Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq / Hkv, T queries, S keys, D size.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvlib import kernels
-from kvlib.caches.base import Pages
+from kvlib import decode_kernels, kernels
+from kvlib.caches.view import Pages
 
 if TYPE_CHECKING:
-    from kvlib.caches.base import KVLayer, View
+    from kvlib.caches.base import KVLayer
     from kvlib.caches.cache import KVCache
+    from kvlib.caches.view import View
 
 NAME = "kvlib"  # under which transformers knows this attention and its mask
 WINDOW_TILE = 256  # queries at a time where a sliding window rules out the flash kernel
@@ -111,13 +113,13 @@ def decode(
     """One new token a row: query [B, Hq, 1, D] → output [B, Hq, 1, D], mass [B, Hkv, S] or None."""
     if isinstance(view, Pages):
         if window is None or max(layer.timeline.seen) <= window:
-            return kernels.decode_pages(query, view, scale), None
+            return decode_kernels.decode_pages(query, view, scale), None
         view = view.gathered()
         key, value = view.key, view.value
     hidden = hidden_slots(layer, view, window)
     if not layer.wants_mass:
-        return kernels.decode(query, key, value, scale, hidden), None
-    out, weights = kernels.decode_weights(query, key, value, scale, hidden)
+        return decode_kernels.decode(query, key, value, scale, hidden), None
+    out, weights = decode_kernels.decode_weights(query, key, value, scale, hidden)
     return out, weights.sum(2)
 
 

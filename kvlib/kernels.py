@@ -1,4 +1,4 @@
-"""The arithmetic of attention on plain tensors: decode, prefill, and the column mass.
+"""The arithmetic of attention on plain tensors: prefill, and the column mass.
 
 The *column mass* of a key is the attention that it receives: the sum of its column of the
 softmax matrix over all queries, and over the query heads of its KV head's group. H2O's scores
@@ -10,153 +10,14 @@ Shapes: B rows, Hq query heads, Hkv KV heads, G = Hq / Hkv, T queries, S keys, D
 
 from __future__ import annotations
 
-import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvlib.caches.base import Pages
-
 QUERY_TILE = 768  # rows of a rebuilt tile: queries × heads of a group
 KEY_TILE = 1024
-PAGE_TILE = 4096  # tokens gathered from blocks at a time
-
-# -- decode: one query a row ----------------------------------------------------------------
-
-
-def decode_weights(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One query a row, with its weights: [B, Hq, 1, D] → ([B, Hq, 1, D], [B, Hkv, G, S] float32).
-
-    The group's query heads are the rows of one small product. CPUs are slow at those in half
-    precision, and reading the keys as float32 costs less than it saves.
-    hidden [B, Hkv or 1, S] bool: slots that must not be seen.
-    """
-    wide = torch.float32 if query.device.type == "cpu" else query.dtype
-    grouped = _group(query, key.shape[1]).to(wide)
-    scores = torch.matmul(grouped, key.to(wide).mT).float() * scale  # [B, Hkv, G, S]
-    if hidden is not None:
-        scores.masked_fill_(hidden[:, :, None], -torch.inf)
-    weights = torch.softmax(scores, dim=-1)
-    out = torch.matmul(weights.to(value.dtype), value)
-    return out.view(query.shape), weights
-
-
-def decode(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor | None
-) -> Tensor:
-    """One query a row, [B, Hq, 1, D] → [B, Hq, 1, D], by whichever kernel is faster here."""
-    if flash_decodes(query.device, query.dtype, query.shape[1] // key.shape[1], query.shape[3]):
-        return decode_flash(query, key, value, scale, hidden)
-    return decode_weights(query, key, value, scale, hidden)[0]
-
-
-def decode_flash(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor | None
-) -> Tensor:
-    """The flash kernel with the group's query heads as its queries; K and V are never repeated."""
-    grouped = _group(query, key.shape[1])
-    if hidden is None:
-        return _flash_kernel(grouped, key, value, scale, False)[0].reshape(query.shape)
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill_(hidden, -torch.inf)[:, :, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, mask.expand(*grouped.shape[:3], -1), scale=scale
-    )
-    return out.reshape(query.shape)
-
-
-def decode_pages(query: Tensor, pages: Pages, scale: float) -> Tensor:
-    """One query a row over keys and values in blocks, [B, Hq, 1, D] → [B, Hq, 1, D].
-
-    Rows of like length are gathered together, PAGE_TILE tokens at a time, so that the scratch is
-    bounded and stays in the processor's cache.
-    """
-    out, space = torch.empty_like(query), page_space(pages)
-    order = sorted(range(len(pages.count)), key=lambda b: pages.count[b])
-    while order:
-        longest = pages.count[order[-1]]
-        many = max(1, PAGE_TILE // longest)
-        rows, order = order[-many:], order[:-many]
-        if len(rows) == 1:
-            out[rows] = _decode_row(query[rows], pages, rows, longest, scale, space)
-            continue
-        key, value = pages.rows(rows, 0, longest, space)
-        counts = torch.tensor([pages.count[b] for b in rows], device=query.device)
-        hidden = torch.arange(longest, device=query.device) >= counts[:, None, None]
-        uneven = pages.count[rows[0]] < longest
-        out[rows] = decode(query[rows], key, value, scale, hidden if uneven else None)
-    return out
-
-
-def page_space(pages: Pages) -> tuple[Tensor, Tensor]:
-    """Room for the blocks of PAGE_TILE tokens, or of all: two [blocks, block·Hkv·D]."""
-    block = pages.key.shape[1]
-    blocks = min(pages.table.numel(), max(1, PAGE_TILE // block) + pages.table.shape[0])
-    empty = pages.key.new_empty
-    size = pages.key[0].numel()
-    return empty(blocks, size), empty(blocks, size)
-
-
-def _decode_row(
-    query: Tensor,
-    pages: Pages,
-    row: Sequence[int],
-    count: int,
-    scale: float,
-    space: Sequence[Tensor],
-) -> Tensor:
-    """One row in segments of PAGE_TILE tokens, joined by their log-sum-exps."""
-    out, lse = None, None
-    block = pages.key.shape[1]
-    step = max(block, PAGE_TILE // block * block)
-    for first in range(0, count, step):
-        key, value = pages.rows(row, first, min(first + step, count), space)
-        part = _flash_kernel(_group(query, key.shape[1]), key, value, scale, False)
-        out, lse = part if out is None or lse is None else join(out, lse, *part)
-    assert out is not None
-    return out.reshape(query.shape)
-
-
-def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each: outputs [..., D], log-sum-exps [...]."""
-    total = torch.logaddexp(lse, other_lse)
-    out = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
-    return out.to(other.dtype), total
-
-
-@functools.cache
-def flash_decodes(device: torch.device, dtype: torch.dtype, group: int, size: int) -> bool:
-    """Does the flash kernel decode faster than plain products do? Which one wins differs by CPU."""
-    query = torch.ones(1, 4 * group, 1, size, dtype=dtype, device=device)
-    stored = torch.ones(1, 4, 2048, size, dtype=dtype, device=device)
-
-    def best(kernel: Callable[..., object]) -> float:
-        taken = []
-        for _ in range(5):
-            start = time.perf_counter()
-            kernel(query, stored, stored, 1.0, None)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - start)
-        return min(taken)
-
-    return best(decode_flash) < best(decode_weights)
-
-
-def _group(query: Tensor, kv_heads: int) -> Tensor:
-    """[B, Hq, 1, D] → [B, Hkv, G, D]."""
-    batch, heads, _, size = query.shape
-    return query.reshape(batch, kv_heads, heads // kv_heads, size)
-
-
-# -- prefill: many queries a row --------------------------------------------------------------
 
 
 def explicit_scratch(batch: int, heads: int, tile: int, stored: int) -> int:
@@ -213,6 +74,13 @@ def flash_prefill(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tu
     return join(out, lse, before, lse_before)
 
 
+def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each: outputs [..., D], log-sum-exps [...]."""
+    total = torch.logaddexp(lse, other_lse)
+    out = out * (lse - total).exp()[..., None] + other * (other_lse - total).exp()[..., None]
+    return out.to(other.dtype), total
+
+
 def flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -223,17 +91,17 @@ def flash(
     batch, heads, tokens, size = query.shape
     group = heads // key.shape[1]
     if group == 1:
-        return _flash_kernel(query, key, value, scale, causal)
+        return flash_kernel(query, key, value, scale, causal)
     out = query.new_empty(batch, tokens, heads, size).transpose(1, 2)  # as models want it
     lse = query.new_empty(batch, heads, tokens, dtype=torch.float32)
     for head in range(key.shape[1]):
         part = slice(head * group, (head + 1) * group)
         keys, values = (t[:, head : head + 1].expand(-1, group, -1, -1) for t in (key, value))
-        out[:, part], lse[:, part] = _flash_kernel(query[:, part], keys, values, scale, causal)
+        out[:, part], lse[:, part] = flash_kernel(query[:, part], keys, values, scale, causal)
     return out, lse
 
 
-def _flash_kernel(
+def flash_kernel(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     aten = torch.ops.aten

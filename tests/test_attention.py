@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvlib import decode_kernels
 from kvlib.attention import attention_forward, refuse_extras
+from kvlib.caches.view import Pages
 from kvlib.kernels import column_mass, explicit_prefill, flash_prefill
 
 
@@ -127,6 +129,61 @@ def test_cuda_kernels_are_the_matrix(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double().cpu(), expected_out, atol=close, rtol=close)
     mass = column_mass(query, key, lse, 0.125).double().cpu()
     torch.testing.assert_close(mass, expected_mass, atol=close, rtol=close)
+
+
+def pages(key: Tensor, value: Tensor, count: list[int], block: int) -> Pages:
+    """The same keys and values [B, Hkv, S, D] in blocks in random order."""
+    batch, heads, stored, size = key.shape
+    each = -(-stored // block)
+    order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(1))
+    pools = []
+    for tensor in (key, value):
+        padded = torch.zeros(batch, each * block, heads, size, dtype=key.dtype, device=key.device)
+        padded[:, :stored] = tensor.transpose(1, 2)
+        pool = torch.empty(batch * each, block, heads, size, dtype=key.dtype, device=key.device)
+        pool[order] = padded.reshape(batch * each, block, heads, size)
+        pools.append(pool)
+    return Pages(*pools, order.view(batch, each).to(key.device), count)
+
+
+@given(
+    seed=st.integers(0, 999),
+    counts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    group=st.sampled_from([1, 3]),
+    block=st.sampled_from([1, 4, 16]),
+    tile=st.sampled_from([8, 64, 4096]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_way_to_decode_is_the_matrix(
+    seed: int, counts: list[int], group: int, block: int, tile: int
+) -> None:
+    """Products, the flash kernel, and blocks a tile at a time, on rows of unequal length."""
+    query, key, value = random_heads(seed, len(counts), 2, group, 1, max(counts) - 1)
+    hidden = torch.arange(max(counts)) >= torch.tensor(counts)[:, None, None]
+    products = decode_kernels.decode_weights(query, key, value, 0.25, hidden)[0]
+    flash = decode_kernels.decode_flash(query, key, value, 0.25, hidden)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_kernels, "PAGE_TILE", tile)
+        blocks = decode_kernels.decode_pages(query, pages(key, value, counts, block), 0.25)
+    for b, n in enumerate(counts):
+        row = slice(b, b + 1)
+        expected, _ = reference(query[row], key[row, :, :n], value[row, :, :n], 0.25)
+        for out in (products, flash, blocks):
+            torch.testing.assert_close(out[row].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("block", [16, 256])
+def test_cuda_decode_is_the_matrix(block: int) -> None:
+    """With flash-attn installed, blocks of 256 go through its block tables."""
+    query, key, value = (t.bfloat16() for t in random_heads(0, 2, 2, 3, 1, past=600, size=64))
+    expected, _ = reference(query, key, value, 0.125)
+    query, key, value = (t.cuda() for t in (query, key, value))
+    ways = [decode_kernels.decode_flash(query, key, value, 0.125, None)]
+    ways.append(decode_kernels.decode_pages(query, pages(key, value, [601, 601], block), 0.125))
+    for out in ways:
+        torch.testing.assert_close(out.double().cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_namespace_has_no_global_switch() -> None:

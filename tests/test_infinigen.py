@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvlib
-from kvlib import kernels
+from kvlib import decode_kernels
 from kvlib.caches import InfiniGen, KVCache
 from kvlib.caches.timeline import Timeline
 from kvlib.measure import prompt
@@ -225,7 +225,7 @@ def covered(
 ) -> list[tuple[float, float, float]]:
     """Share of each speculated layer's true attention to past tokens: fetched, best, recent."""
     shares, running = [], iter(())
-    plain = kernels.decode
+    plain = decode_kernels.decode
 
     def spy(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
         layer = next(running)
@@ -239,11 +239,11 @@ def covered(
             shares.append(tuple(way.sum(-1).mean().item() for way in ways))
         return plain(query, key, *rest)
 
-    monkeypatch.setattr(kernels, "decode", spy)
+    monkeypatch.setattr(decode_kernels, "decode", spy)
     for t in range(ids.shape[1]):
         running = iter(cache.layers)
         model(ids[:, t : t + 1], past_key_values=cache, logits_to_keep=1)
-    monkeypatch.setattr(kernels, "decode", plain)
+    monkeypatch.setattr(decode_kernels, "decode", plain)
     return shares
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -118,3 +119,25 @@ def test_an_emulated_link_is_for_a_cpu(tiny: Tiny) -> None:
             Tiers.of(tiny("llama").to("cuda"), link=Link.emulated(1e9))
     else:
         assert Tiers.of(tiny("llama"), link=Link.emulated(1e9)).link.is_emulated
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(
+    ("strategy", "knobs"),
+    [("offload", {}), ("infinigen", {"alpha": math.inf, "cap": 1.0, "skip_layers": 1})],
+)
+def test_cuda_copies_on_a_side_stream_change_no_token(
+    tiny: Tiny, strategy: str, knobs: dict[str, object]
+) -> None:
+    """Pinned host memory, a side stream, an event: the tokens are those of the full cache."""
+    model = copy.deepcopy(tiny("llama")).cuda()
+    ids, mask = (t.cuda() for t in batch([17, 12, 3]))
+    with kvlib.attach(model):
+        full = kvlib.make_cache("full", model)
+        plain = generate(model, ids, mask, 8, past_key_values=full)
+        cache = kvlib.make_cache(strategy, model, **knobs)
+        ours = generate(model, ids, mask, 8, past_key_values=cache)
+        cache.check()
+    assert cache.layers[1].slots["key"].is_pinned()
+    assert ours.tolist() == plain.tolist()

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 import kvlib
 from kvlib.caches.blocks import PoolExhausted
-from kvlib.caches.paged import PagedCache, Pool
+from kvlib.caches.paged import PagedCache
+from kvlib.caches.pool import Pool
 from kvlib.tiers import DeviceOutOfMemory, Tier, Tiers
 
 Tiny = Callable[..., PreTrainedModel]

@@ -17,7 +17,8 @@ from kvlib.caches.full import Full
 from kvlib.caches.h2o import H2O
 from kvlib.caches.infinigen import InfiniGen
 from kvlib.caches.offload import Offload
-from kvlib.caches.paged import Paged, PagedCache, Pool
+from kvlib.caches.paged import Paged, PagedCache
+from kvlib.caches.pool import Pool
 from kvlib.caches.streaming import Streaming
 from kvlib.tiers import Tiers
 

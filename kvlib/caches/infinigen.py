@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlib.caches.base import KV, Kind, KVLayer, View, one_of
+from kvlib.caches.base import KV, Kind, KVLayer, one_of
 from kvlib.caches.evicting import EvictingLayer
 from kvlib.caches.offload import HostLayer
 from kvlib.caches.timeline import Timeline
+from kvlib.caches.view import View
 from kvlib.tiers import Tiers
 
 POLICIES = ("counter", "lru", "fifo")

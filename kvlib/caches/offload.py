@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlib.caches.base import KV, KVLayer, View, one_of
+from kvlib.caches.base import KV, KVLayer, one_of
 from kvlib.caches.timeline import Timeline
+from kvlib.caches.view import View
 from kvlib.link import Transfer
 from kvlib.tiers import Tiers
 
