@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlib.attachment import attach
     from kvlib.caches import STRATEGIES, EvictingLayer, KVCache, KVLayer, make_cache
+    from kvlib.link import Link
     from kvlib.models import load
     from kvlib.tiers import DeviceOutOfMemory, Tiers
 
@@ -24,6 +25,7 @@ _HOME = {
     "EvictingLayer": "kvlib.caches",
     "KVCache": "kvlib.caches",
     "KVLayer": "kvlib.caches",
+    "Link": "kvlib.link",
     "load": "kvlib.models",
     "DeviceOutOfMemory": "kvlib.tiers",
     "Tiers": "kvlib.tiers",
@@ -35,6 +37,7 @@ __all__ = [
     "EvictingLayer",
     "KVCache",
     "KVLayer",
+    "Link",
     "Tiers",
     "attach",
     "load",

@@ -189,6 +189,14 @@ def test_knobs_out_of_range(tiny: Tiny, wrong: dict[str, Any], message: str) -> 
         kvlib.make_cache("infinigen", tiny("llama"), **wrong)
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 16, 16), (3, 4, 8, 8), (2, 2, 8, 8)])
+def test_a_skew_of_another_model_is_refused(tiny: Tiny, shape: tuple[int, ...]) -> None:
+    model = tiny("llama")  # 3 layers, 2 KV heads of 8
+    cache = kvlib.make_cache("infinigen", model, skew=torch.zeros(shape))
+    with kvlib.attach(model), pytest.raises(ValueError, match="another model"):
+        model(batch([9])[0], past_key_values=cache)
+
+
 def test_a_full_host_refuses_before_anything_is_lost(tiny: Tiny) -> None:
     model = tiny("llama")
     tiers = Tiers(host=Tier("host", capacity=30_000))

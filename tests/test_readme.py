@@ -18,26 +18,30 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def test_each_example_has_its_test_here() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 @pytest.mark.slow
-def test_the_first_example_generates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [(0, ["The capital of France is Paris", "'kv': "]), (1, ["bytes fetched", "Move(layer="])],
+)
+def test_an_example_runs(tmp_path: Path, example: int, printed: list[str]) -> None:
     file = tmp_path / "example.py"
-    file.write_text(BLOCKS[0], encoding="utf-8")
+    file.write_text(BLOCKS[example], encoding="utf-8")
     done = subprocess.run(
         [sys.executable, file], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "The capital of France is Paris" in done.stdout
-    assert "'kv': " in done.stdout
+    for text in printed:
+        assert text in done.stdout
 
 
-def test_the_second_example_is_a_strategy(
+def test_the_last_example_is_a_strategy(
     tmp_path: Path, tiny: Callable[..., PreTrainedModel]
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(BLOCKS[1], encoding="utf-8")
+    file.write_text(BLOCKS[2], encoding="utf-8")
     model = tiny("llama")
     with kvlib.attach(model):
         cache = kvlib.make_cache(f"{file}:SinksAndRecent", model, budget=8)

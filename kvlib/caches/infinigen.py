@@ -73,6 +73,17 @@ class InfiniGen(HostLayer, EvictingLayer):
         self.chosen: Tensor | None = None  # [B, Hkv, n], slots that the last step fetched
         self.fetched_count: list[int] = []
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        _, heads, _, size = key_states.shape
+        if self.skew is not None:
+            found, wanted = tuple(self.skew.shape[1:]), (heads, size, size)
+            if found != wanted or len(self.skew) <= self.index:
+                raise ValueError(
+                    f"this skew is of another model: {list(self.skew.shape)}, where layer "
+                    f"{self.index} has {heads} KV heads of {size}; learn it with kvlib.skewing"
+                )
+        super().lazy_initialization(key_states, value_states)
+
     # -- what is kept -----------------------------------------------------------------------
 
     def kinds(self) -> dict[str, Kind]:
