@@ -96,6 +96,8 @@ class Attachment:
         if cache is None:
             return
         following, query = cache.after(module.layer_idx), None
+        if module.layer_idx == 0:  # in case the last forward did not look ahead, or rows changed
+            cache.layers[0].anticipate(None)
         if following.wants_query and following.index > module.layer_idx:
             hidden = find_hidden(args, kwargs)
             if hidden.shape[1] == 1:
@@ -139,7 +141,7 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
 
 def _refuse_too_long(model: PreTrainedModel, cache: KVCache, tokens: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
-    total = cache.get_seq_length() + tokens
+    total = max(cache.timeline.seen, default=0) + tokens
     if limit is not None and total > limit:
         raise ValueError(
             f"{total} tokens, but this model has {limit} positions: shorten the prompt"

@@ -58,9 +58,9 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     one = query.shape[2] == 1 and min(layer.timeline.lengths) == 1
     way = decode if one else prefill
+    layer.window = sliding_window
     out, mass = way(layer, layer.view, query, key, value, scale, sliding_window)
-    layer.view = None  # else it would keep alive what is evicted now
-    layer.observe(query.detach(), scale, None if mass is None else mass.detach())
+    layer.conclude(query.detach(), scale, None if mass is None else mass.detach())
     return out.transpose(1, 2), None
 
 

@@ -26,10 +26,10 @@ class Move:
 
     @property
     def hidden(self) -> float:
-        """Share of the transfer that ran before anybody waited for it; nan if nobody has yet."""
+        """Share of an emulated transfer that ran before anybody waited for it; nan if unknown."""
         length = self.end - self.start
         if length <= 0:
-            return 1.0
+            return math.nan
         return min(max((self.needed - self.start) / length, 0.0), 1.0)
 
 

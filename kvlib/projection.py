@@ -155,6 +155,19 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
+def check_foretold(model: PreTrainedModel) -> None:
+    """ValueError unless a layer's query can be told from the input of the layer in front of it."""
+    for module in attention_modules(model):
+        kind: Any = type(module)
+        find_rotation(kind)
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if any(isinstance(part, Mapping) for part in rope.values()):
+        raise ValueError(
+            f"{type(model).__name__} rotates its layers in different ways: a layer does not see "
+            "how the next one does"
+        )
+
+
 def find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """An attention module's input [B, T, C], from what its forward pre-hook sees.
 

@@ -74,7 +74,8 @@ class Tier:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self._take(nbytes)
         make = torch.zeros if fill == 0 else torch.empty
-        tensor = make(shape, dtype=dtype, device=device, pin_memory=pin)
+        with torch.inference_mode(False):  # so that it can be written to in any mode
+            tensor = make(shape, dtype=dtype, device=device, pin_memory=pin)
         weakref.finalize(tensor, self._give, nbytes)
         return tensor if fill == 0 else tensor.fill_(fill)
 

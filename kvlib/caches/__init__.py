@@ -71,7 +71,7 @@ def make_cache(
         has = ", ".join(sorted(known)) or "none"
         raise ValueError(f"{layer.__name__} has no parameter {', '.join(unknown)}; it has: {has}")
     kind = PagedCache if issubclass(layer, Paged) else KVCache
-    return kind(layer.build(model, tiers or Tiers(), **knobs))
+    return kind(layer.build(model, tiers or Tiers(), **knobs), knobs)
 
 
 def find_strategy(name: str) -> type[KVLayer]:

@@ -49,6 +49,7 @@ class KVLayer(CacheLayerMixin):
     extra: ClassVar[dict[str, torch.dtype]] = {}  # further per-slot numbers: name -> dtype
     is_croppable = True
     index: int = 0  # of the decoder layer that this serves
+    window: int | None = None  # sliding window of its attention, known once that has run
 
     def __init__(self, timeline: Timeline, tiers: Tiers) -> None:
         CacheLayerMixin.__init__(self)
@@ -91,7 +92,6 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._write(key_states.detach(), value_states.detach())  # a cache holds no graph
         self.fed += key_states.shape[-2]
-        self.tick += 1
         self.view = self._show(key_states.detach(), value_states.detach())
         return self.view.key, self.view.value
 
@@ -113,6 +113,12 @@ class KVLayer(CacheLayerMixin):
         query [B, Hq, T, D]: this layer's query as foreseen, where `wants_query` asks for it.
         """
 
+    def conclude(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
+        """This forward's attention is over; see `observe`."""
+        self.view = None  # else it would keep alive what is evicted now
+        self.observe(query, scale, mass)
+        self.tick += 1
+
     def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
         """After this forward's attention with `query` [B, Hq, T, D] and the factor `scale`.
 
@@ -123,7 +129,9 @@ class KVLayer(CacheLayerMixin):
         """Take back the last `tokens_to_remove` tokens (given as a negative number) of each row."""
         tokens = abs(tokens_to_remove)
         if tokens > min(self.count, default=0):
-            raise ValueError(f"cannot crop {tokens} tokens: a row holds {min(self.count)}")
+            raise ValueError(
+                f"cannot crop {tokens} tokens: a row holds {min(self.count, default=0)}"
+            )
         self.count = [n - tokens for n in self.count]
         self.fed -= tokens
 

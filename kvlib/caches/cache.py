@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ class KVCache(Cache):
     """A transformers cache whose layers are one strategy; pass it as `past_key_values`.
 
     layers  one a decoder layer, all on the same timeline and tiers
+    knobs   the parameters that they were made with
     """
 
     layers: list[Any]  # of KVLayer
 
-    def __init__(self, layers: Sequence[KVLayer]) -> None:
+    def __init__(self, layers: Sequence[KVLayer], knobs: Mapping[str, Any] | None = None) -> None:
+        self.knobs = dict(knobs or {})
         self.timeline, self.tiers = layers[0].timeline, layers[0].tiers
         for index, layer in enumerate(layers):
             layer.index = index
@@ -77,7 +80,9 @@ class KVCache(Cache):
     def _check_whole(self, batch: int) -> None:
         seen, ticks = self.timeline.seen, {layer.tick for layer in self.layers}
         if ticks != {self.timeline.tick}:
-            raise RuntimeError("an earlier forward stopped half-way: reset() this cache")
+            raise RuntimeError(
+                "an earlier forward, or a change of rows, stopped half-way: reset() this cache"
+            )
         if seen and len(seen) != batch:
             raise ValueError(f"this cache holds {len(seen)} rows, the input has {batch}")
 
@@ -135,6 +140,8 @@ class KVCache(Cache):
 
     def fork(self, rows: Sequence[int]) -> KVCache:
         """A cache with copies of these rows; a row may repeat. The original is untouched."""
+        for row in rows:
+            self._check_row(row)
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.timeline = self.timeline.fork(rows)
@@ -147,25 +154,48 @@ class KVCache(Cache):
         Both must be between two turns. Feed position_ids from then on, or a mask in which each
         row's past is its own tokens, padded on the left. Raises ValueError otherwise.
         """
-        if self.timeline.pending or other.timeline.pending:
-            raise ValueError("a prompt is not complete yet: feed it before caches are joined")
         kinds = {type(layer) for layer in (*self.layers, *other.layers)}
-        if len(kinds) > 1 or len(self.layers) != len(other.layers):
-            raise ValueError("only caches of one strategy and one model can be joined")
-        if not self.timeline.seen:
-            raise ValueError("this cache is empty: use the other one")
-        self.timeline.join(other.timeline)
-        for layer, more in zip(self.layers, other.layers, strict=True):
-            layer.join(more)
+        if len(kinds) > 1 or _plain(self.knobs) != _plain(other.knobs):
+            raise ValueError("only caches of one strategy with the same parameters can be joined")
+        if other is self or not self.timeline.seen or not other.timeline.seen:
+            raise ValueError("one of these caches is empty, or they are the same one")
+        self.timeline.check_join(other.timeline)
+        with self._all_or_broken():
+            self.timeline.join(other.timeline)
+            for layer, more in zip(self.layers, other.layers, strict=True):
+                layer.join(more)
+        self._forget_columns()
         other.reset()
 
     def release(self, row: int) -> None:
         """Drop a row; those behind it move up. The last one leaves an empty cache."""
+        self._check_row(row)
         rest = [r for r in range(len(self.timeline.seen)) if r != row]
         if rest:
             self._select(rest)
+            self._forget_columns()
         else:
             self.reset()
+
+    def _check_row(self, row: int) -> None:
+        rows = len(self.timeline.seen)
+        if not 0 <= row < rows:
+            raise ValueError(f"there is no row {row}: this cache holds {rows}, counted from 0")
+
+    def _forget_columns(self) -> None:
+        """From now on each row's past is its own tokens, however they came in."""
+        for layer in self.layers:
+            layer.fed = max(self.timeline.seen)
+
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """Rows change in every layer, or the cache is refused until it is reset."""
+        tick, self.timeline.tick = self.timeline.tick, -1
+        yield
+        self.timeline.tick = tick
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        return self.fork(range(len(self.timeline.seen)))
 
     def reset(self) -> None:
         self.timeline.reset()
@@ -196,9 +226,18 @@ class KVCache(Cache):
             layer.check()
 
     def _select(self, rows: Sequence[int]) -> None:
-        self.timeline.select(rows)
-        for layer in self.layers:
-            layer.select(rows)
+        if not self.timeline.seen:
+            return
+        with self._all_or_broken():
+            self.timeline.select(rows)
+            for layer in self.layers:
+                layer.select(rows)
+
+
+def _plain(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that can be compared: a tensor or a pool is itself, and no other."""
+    simple = (bool, int, float, str, type(None))
+    return {name: v if isinstance(v, simple) else id(v) for name, v in knobs.items()}
 
 
 def _check_left_padded(new: Tensor, lengths: Sequence[int]) -> None:

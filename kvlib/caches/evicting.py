@@ -44,16 +44,19 @@ class Budget:
         return f"Budget({self.value})"
 
 
+def to_float(value: object) -> float:
+    """`value` as a float; NaN where it is no number."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
 def _number(value: float | str) -> float | int:
     """`value` as int (a count) or float (a share); NaN where it is neither."""
-    if isinstance(value, bool):
-        return math.nan
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value
-    try:
-        return int(value) if isinstance(value, str) and value.isdigit() else float(value)
-    except ValueError:
-        return math.nan
+    return int(value) if isinstance(value, str) and value.isdigit() else to_float(value)
 
 
 class EvictingLayer(KVLayer):
@@ -97,8 +100,8 @@ class EvictingLayer(KVLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
-            f"{type(self).__name__} cannot take tokens back: what it evicted is gone; "
-            "use strategy 'full' for assisted or speculative decoding"
+            f"{type(self).__name__} cannot take tokens back: it has evicted or counted by them; "
+            "use 'full', 'paged' or 'offload' for assisted or speculative decoding"
         )
 
     def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:

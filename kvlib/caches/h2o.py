@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlib.caches.base import one_of
-from kvlib.caches.evicting import EvictingLayer
+from kvlib.caches.evicting import EvictingLayer, to_float
 from kvlib.caches.timeline import Timeline
 from kvlib.tiers import Tiers
 
@@ -45,7 +45,7 @@ class H2O(EvictingLayer):
         evict: str = "end",
         kernel: str = "flash",
     ) -> None:
-        if not 0 <= float(recent) <= 1:
+        if not 0 <= to_float(recent) <= 1:
             raise ValueError(f"recent {recent!r}: give a share of the budget in [0, 1]")
         self.recent = float(recent)
         self.score = one_of("score", score, ("sum", "mean"))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvlib.caches.base import KV, Kind, KVLayer, one_of
-from kvlib.caches.evicting import EvictingLayer
+from kvlib.caches.evicting import EvictingLayer, to_float
 from kvlib.caches.offload import HostLayer
 from kvlib.caches.timeline import Timeline
 from kvlib.caches.view import View
@@ -72,17 +74,22 @@ class InfiniGen(HostLayer, EvictingLayer):
         self.columns: Tensor | None = None  # [B, Hkv, r], of the (skewed) head, in the sketch
         self.chosen: Tensor | None = None  # [B, Hkv, n], slots that the last step fetched
         self.fetched_count: list[int] = []
+        self.fresh: Tensor | None = None  # this forward's keys, until its attention is over
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        _, heads, _, size = key_states.shape
-        if self.skew is not None:
-            found, wanted = tuple(self.skew.shape[1:]), (heads, size, size)
-            if found != wanted or len(self.skew) <= self.index:
-                raise ValueError(
-                    f"this skew is of another model: {list(self.skew.shape)}, where layer "
-                    f"{self.index} has {heads} KV heads of {size}; learn it with kvlib.skewing"
-                )
-        super().lazy_initialization(key_states, value_states)
+    @classmethod
+    def build(cls, model: PreTrainedModel, tiers: Tiers, **knobs: Any) -> list[KVLayer]:
+        """Raises ValueError for a model whose queries cannot be foretold, or another one's skew."""
+        from kvlib.projection import check_foretold
+        from kvlib.skewing import skew_shape
+
+        check_foretold(model)
+        skew = knobs.get("skew")
+        if skew is not None and tuple(getattr(skew, "shape", ())) != skew_shape(model):
+            raise ValueError(
+                f"this skew is of another model: {list(getattr(skew, 'shape', []))}, where "
+                f"{list(skew_shape(model))} is needed; learn it with kvlib.skewing.skew_of"
+            )
+        return super().build(model, tiers, **knobs)
 
     # -- what is kept -----------------------------------------------------------------------
 
@@ -150,13 +157,18 @@ class InfiniGen(HostLayer, EvictingLayer):
         partial = grouped.gather(3, self.columns[:, :, None].expand(-1, -1, grouped.shape[2], -1))
         sketch = self.slots["sketch"][:, :, : max(self.count)]
         scores = torch.matmul(sketch, partial.to(sketch.dtype).mT).float().mT * self.scale
-        if self.is_uniform:
-            return scores
-        return scores.masked_fill(self.empties()[:, :, None], -math.inf)
+        if not self.is_uniform:
+            scores = scores.masked_fill(self.empties()[:, :, None], -math.inf)
+        if self.window is not None and max(self.timeline.seen) > self.window:
+            newest = self.per_row([s - 1 for s in self.timeline.seen])
+            outside = self.slots["position"][:, :, : max(self.count)] <= newest - self.window
+            scores = scores.masked_fill(outside[:, :, None], -math.inf)
+        return scores
 
     def wanted(self, scores: Tensor) -> list[int]:
         """How many tokens each row fetches for every KV head."""
-        limits = [max(1, math.floor(self.cap * n + 1e-9)) for n in self.count]
+        seeable = [n if self.window is None else min(n, self.window) for n in self.count]
+        limits = [max(1, math.floor(self.cap * n + 1e-9)) for n in seeable]
         if math.isinf(self.alpha):
             return limits
         near = scores > scores.amax(dim=-1, keepdim=True) - self.alpha
@@ -184,6 +196,7 @@ class InfiniGen(HostLayer, EvictingLayer):
     # -- the sketch -------------------------------------------------------------------------
 
     def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
+        assert self.fresh is not None
         self.scale = scale
         if self.is_limited:
             self._count_uses()
@@ -192,7 +205,7 @@ class InfiniGen(HostLayer, EvictingLayer):
                 self._weigh(query)
             else:
                 self._sketch(self.fresh)
-        del self.fresh
+        self.fresh = None
         super().observe(query, scale, mass)
 
     def _weigh(self, query: Tensor) -> None:
@@ -202,6 +215,7 @@ class InfiniGen(HostLayer, EvictingLayer):
         grouped = query.reshape(batch, heads, -1, query.shape[2], size)
         real = (self.timeline.positions >= 0)[:, None, :, None]
         added = torch.zeros(batch, heads, size, device=query.device)
+        assert self.fresh is not None
         for part in (*grouped.unbind(2), self.fresh):  # a head at a time bounds the scratch
             added += (self._skewed(part).abs() * real).sum(dim=2, dtype=torch.float32)
         self.importance = added if self.importance is None else self.importance + added
@@ -232,20 +246,23 @@ class InfiniGen(HostLayer, EvictingLayer):
 
     def _count_uses(self) -> None:
         uses = self.slots["uses"][:, :, : max(self.count)]
+        now = torch.tensor(self.timeline.seen, device=self.device)[:, None, None]
         if self.chosen is not None:
+            place = torch.arange(self.chosen.shape[-1], device=self.device)
+            count = torch.tensor(self.fetched_count, device=self.device)[:, None, None]
+            fetched = (place < count).expand(self.chosen.shape)  # fewer than other rows, maybe
             if self.policy == "counter":
-                uses.scatter_add_(2, self.chosen, torch.ones_like(self.chosen, dtype=uses.dtype))
+                uses.scatter_add_(2, self.chosen, fetched.to(uses.dtype))
             else:
-                uses.scatter_(2, self.chosen, float(self.tick))
+                own = torch.where(fetched, self.chosen, self.chosen[..., :1])
+                uses.scatter_(2, own, now.to(uses.dtype).expand(own.shape))
         newest = torch.tensor(self.before, device=self.device)[:, None, None]
         fresh = torch.arange(uses.shape[2], device=self.device) >= newest
-        start = self._start(uses, fresh)
+        start = self._start(uses, fresh) if self.policy == "counter" else now
         uses.copy_(torch.where(fresh, start, uses))
 
     def _start(self, uses: Tensor, fresh: Tensor) -> Tensor:
-        """The uses that a new token begins with: the mean of the others, or now."""
-        if self.policy != "counter":
-            return torch.full_like(uses[..., :1], self.tick)
+        """The uses that a new token begins with: the mean of the others."""
         old = ~fresh & ~self.empties()
         return (uses * old).sum(-1, keepdim=True) / old.sum(-1, keepdim=True).clamp(min=1)
 
@@ -272,10 +289,7 @@ class InfiniGen(HostLayer, EvictingLayer):
 
 
 def _number(name: str, value: float | str, most: float, allowed: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if isinstance(value, bool) or not 0 < number <= most:
+    number = to_float(value)
+    if not 0 < number <= most:
         raise ValueError(f"{name} {value!r}: give a number {allowed}")
     return number

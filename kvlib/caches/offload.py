@@ -32,7 +32,7 @@ class HostLayer(KVLayer):
 
     def anticipate(self, query: Tensor | None) -> None:
         if self.transfer is None and any(self.count):
-            self.transfer = self._fetch_whole()
+            self.transfer = self._fetch_whole(self.count)
 
     def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
         self.transfer = None
@@ -50,9 +50,9 @@ class HostLayer(KVLayer):
         self.transfer = None
         super().crop(tokens_to_remove)
 
-    def _fetch_whole(self) -> Transfer:
-        n = max(self.count)
-        return self._fetch([self.slots[name][:, :, :n] for name in KV], self.count)
+    def _fetch_whole(self, count: Sequence[int]) -> Transfer:
+        """Send for the first count[b] tokens of each row."""
+        return self._fetch([self.slots[name][:, :, : max(count)] for name in KV], count)
 
     def _fetch(self, tensors: Sequence[Tensor], count: Sequence[int]) -> Transfer:
         """Send for keys and values [B, Hkv, n, D], of which count[b] tokens are row b's."""
@@ -74,8 +74,7 @@ class HostLayer(KVLayer):
     def _show(self, key: Tensor, value: Tensor) -> View:
         """All that is stored: what was sent for, with this forward's tokens behind it."""
         if self.transfer is None and any(self.before):  # nobody looked ahead
-            n = max(self.before)
-            self.transfer = self._fetch([self.slots[name][:, :, :n] for name in KV], self.before)
+            self.transfer = self._fetch_whole(self.before)
         fetched = self.transfer.wait() if self.transfer else [t[:, :, :0] for t in (key, value)]
         if self.device.type == "cpu":  # one RAM: what has arrived never left its place
             return super()._show(key, value)
@@ -96,7 +95,7 @@ class HostLayer(KVLayer):
             room = max(after) - old.shape[2]
             if room > 0:
                 shape = (*old.shape[:2], room, *old.shape[3:])
-                old = torch.cat([old, old.new_empty(shape)], dim=2)
+                old = torch.cat([old, old.new_zeros(shape)], dim=2)
             self._put(old, data, count, tokens)
             parts.append(old)
         return View(parts[0], parts[1], parts[2], after)

@@ -55,6 +55,10 @@ class Paged(KVLayer):
         pool = knobs.get("pool")
         if pool is None:
             pool = Pool(model, tiers, knobs.get("blocks"), knobs.get("block", 16))
+        elif pool.model() is not model:
+            raise ValueError("this pool belongs to another model: make one for this model")
+        elif len(knobs.keys() & {"block", "blocks"}):
+            raise ValueError("a pool has its own block and blocks: leave these out beside pool=")
         timeline = BlockTables(pool)
         return [cls(timeline, pool.tiers, **knobs) for _ in range(len(pool.kv[0]))]
 
@@ -135,8 +139,8 @@ class PagedCache(KVCache):
 
         The cache must be empty. Feed the rest of each prompt, padded on the left.
         """
-        if self.timeline.seen:
-            raise ValueError("share() is for an empty cache: reset() it first")
+        if self.timeline.seen or self.timeline.announced:
+            raise ValueError("share() is for an empty cache, before begin(): reset() it first")
         tables = [self.pool.match(prompt) for prompt in prompts]
         known = [table.length for table in tables]
         if any(known):
@@ -159,6 +163,7 @@ class PagedCache(KVCache):
         Raises DeviceOutOfMemory for a host without room and ValueError for tokens without ids,
         before anything is changed.
         """
+        self._check_row(row)
         table = self.timeline.tables[row]
         kv = self._swap_out(table) if swap else None
         if kv is None and len(table.tokens) < table.length:
@@ -204,4 +209,4 @@ class PagedCache(KVCache):
         for layer in layers:
             layer.timeline = timeline
             layer.reset()
-        return PagedCache(layers)
+        return PagedCache(layers, self.knobs)

@@ -27,12 +27,15 @@ class Pool(BlockPool):
     def __init__(
         self, model: PreTrainedModel, tiers: Tiers, blocks: int | None = None, block: int = 16
     ) -> None:
+        for name, number in (("blocks", blocks), ("block", block)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise ValueError(f"{name} {number!r}: give a whole number, at least 1")
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, block, heads, size)
         self.block_bytes = 2 * math.prod(shape) * model.dtype.itemsize
-        self.tiers = tiers
+        self.tiers, self.model = tiers, weakref.ref(model)
         super().__init__(self._fitting(model) if blocks is None else blocks, block)
         depth = config.num_hidden_layers
         self.kv = tiers.device.empty(
@@ -118,7 +121,7 @@ class BlockTables(Timeline):
     def _lay_out(self, before: Sequence[int], device: torch.device) -> None:
         size, width = self.pool.block, max(len(table.blocks) for table in self.tables)
         rows = [table.blocks + [0] * (width - len(table.blocks)) for table in self.tables]
-        self.table = torch.tensor(rows, device=device).view(len(rows), width)
+        self.table = torch.tensor(rows, dtype=torch.long, device=device).view(len(rows), width)
         places = [
             table.blocks[slot // size] * size + slot % size
             for first, table in zip(before, self.tables, strict=True)
@@ -138,10 +141,13 @@ class BlockTables(Timeline):
         self.tables += kept
         super().select(rows)
 
+    def check_join(self, other: Timeline) -> None:
+        super().check_join(other)
+        if getattr(other, "pool", None) is not self.pool:
+            raise ValueError("these caches live in different pools: make the other with empty()")
+
     def join(self, other: Timeline) -> None:
         assert isinstance(other, BlockTables)
-        if other.pool is not self.pool:
-            raise ValueError("these caches live in different pools: make the other with empty()")
         super().join(other)
         self.tables += other.tables
         other.tables.clear()  # their blocks are ours now

@@ -114,6 +114,11 @@ class Timeline:
         self.lengths = [self.lengths[r] for r in rows]
         self.positions = None
 
+    def check_join(self, other: Timeline) -> None:
+        """ValueError where the rows of `other` cannot be taken over."""
+        if self.pending or other.pending:
+            raise ValueError("a prompt is not complete yet: feed it before caches are joined")
+
     def join(self, other: Timeline) -> None:
         """Take over the rows of another timeline, behind these."""
         self.seen, self.targets = self.seen + other.seen, self.targets + other.targets
@@ -122,4 +127,5 @@ class Timeline:
     def shorten(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every row."""
         self.seen = [s - tokens for s in self.seen]
-        self.targets = [min(t, s) for t, s in zip(self.targets, self.seen, strict=True)]
+        if not self.announced:
+            self.targets = list(self.seen)
