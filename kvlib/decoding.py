@@ -6,21 +6,22 @@ cache, with the same evictions and fetches, as if it had written them itself.
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlib.attachment import attach
-from kvlib.caches import KVCache, PagedCache, make_cache
+from kvlib.caches import KVCache, find_strategy, make_cache
 from kvlib.emulation import Ratios, bandwidth_for, target_ratios
 from kvlib.hardware import find_machine
 from kvlib.link import Link
-from kvlib.measure import Values, prompt, value
+from kvlib.measure import Values, finish, prompt, value
 from kvlib.models import load
 from kvlib.shapes import Shape, find_shape
 from kvlib.tiers import Tier, Tiers, storage_bytes
@@ -48,8 +49,10 @@ def rolling_loglikelihood(
     for now in range(prompt, tokens):
         scores = torch.log_softmax(logits.float(), dim=-1)
         found.append(scores.gather(1, ids[:, now : now + 1])[:, 0])
+        finish(ids.device)
         start = time.perf_counter()
         logits = model(ids[:, now : now + 1], past_key_values=cache).logits[:, -1]
+        finish(ids.device)
         seconds.append(time.perf_counter() - start)
     return torch.stack(found, dim=1), seconds
 
@@ -79,25 +82,36 @@ def decode_text(
         resident = resident_step(loaded.model, ids[:, : tokens + 9], tokens)
         tiers = Tiers(device=Tier("device"))
         cache = make_cache(strategy, loaded.model, tiers=tiers, **parse(knobs))
-        scores, _seconds = rolling_loglikelihood(
-            loaded.model, cache, ids[:, : tokens + steps], tokens
-        )
-        link = emulated_link(loaded.model, machine, device, batch * (tokens + steps), resident)
-        seconds = timed_steps(loaded.model, cache, ids[:, tokens + steps :], link)
-    held = cache.usage()["held"] if isinstance(cache, PagedCache) else tiers.device.peak
-    share = attended(cache, link, loaded.model)
+        known = ids[:, : tokens + steps]
+        scores = rolling_loglikelihood(loaded.model, cache, known, tokens)[0]
+        stored = batch * (tokens + steps + (TIMED + 1) / 2)  # tokens, on average of the timed steps
+        link = emulated_link(loaded.model, machine, device, stored, resident)
+        steps_taken = timed_steps(loaded.model, cache, ids[:, tokens + steps :], link)
+    tpot, used = statistics.median(steps_taken), cache.in_use()
     source = "emulated" if link.is_emulated and link.fetched else "measured"
     values = [
         value("perplexity", perplexity(scores), "1"),
-        value("device_used", held, "B"),
-        value("host_used", cache.nbytes()["host"], "B"),
-        value("bytes_moved", link.fetched / TIMED, "B", source),
-        value("share", share, "1"),
-        value("tpot", statistics.median(seconds), "s", source),
-        value("gather_time", link.gather_time / TIMED, "s"),
+        value("device_used", used["device"] + tiers.device.lent_peak, "B"),
+        value("host_used", used["host"], "B"),
+        value("bytes_moved", link.fetched / TIMED, "B"),
+        value("share", attended(cache, link, loaded.model), "1"),
+        value("tpot", tpot, "s", source),
         value("tpot_resident", resident, "s"),
+        value("gather_time", link.gather_time / TIMED, "s"),
     ]
-    return values + ratio_values(loaded.model, cache, link, machine, resident, share)
+    return values + ratio_values(loaded.model, link, machine, resident, stored)
+
+
+def sweep(
+    strategy: str, budgets: Sequence[float], alphas: Sequence[float]
+) -> list[tuple[float | None, str]]:
+    """The settings of a strategy along its own axis: budget (None: by threshold) and knobs."""
+    has = inspect.signature(find_strategy(strategy)).parameters
+    if "cap" in has:
+        return [(b, f"alpha=inf,cap={b}") for b in budgets] + [
+            (None, f"alpha={a},cap=1.0") for a in alphas
+        ]
+    return [(b, f"budget={b}") for b in budgets] if "budget" in has else [(1.0, "")]
 
 
 def parse(knobs: str) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def resident_step(model: Any, ids: Tensor, prompt: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def emulated_link(model: Any, machine: str, device: str, tokens: int, resident: float) -> Link:
+def emulated_link(model: Any, machine: str, device: str, tokens: float, resident: float) -> Link:
     """A link as slow beside this run as the machine's is beside its own; a GPU has a real one."""
     if torch.device(device).type == "cuda":
         return Link.real()
@@ -144,8 +158,10 @@ def timed_steps(model: Any, cache: KVCache, ids: Tensor, link: Link) -> list[flo
         if now == 1:
             link.reset()
             cache.tiers.device.reset_peak()
+        finish(ids.device)
         start = time.perf_counter()
         model(ids[:, now : now + 1], past_key_values=cache)
+        finish(ids.device)
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
 
@@ -164,21 +180,24 @@ def attended(cache: KVCache, link: Link, model: Any) -> float:
     return float(stored / len(cache.layers) / seen)
 
 
-def ratio_values(
-    model: Any, cache: KVCache, link: Link, machine: str, resident: float, share: float
-) -> Values:
-    """The three ratios of this run and of its target, where the link is emulated."""
+def ratio_values(model: Any, link: Link, machine: str, resident: float, tokens: float) -> Values:
+    """The three ratios of this run and of its target, where the link is emulated.
+
+    tokens: stored in all rows, on average of the timed steps.
+    """
     if not link.is_emulated or not link.fetched:
         return []
-    kv = sum(cache.timeline.seen) * kv_token_bytes(model)
-    weights = storage_bytes(model.parameters())
+    kv, weights = tokens * kv_token_bytes(model), storage_bytes(model.parameters())
     here = Ratios(kv / link.bandwidth / resident, kv / weights, link.gather_time / TIMED / resident)
-    there = _target(machine, share if link.gather_time else 0.0)
+    there = _target(machine, link.gathered / TIMED / kv)
     pairs = zip(vars(here).items(), vars(there).values(), strict=True)
     return [
         row
         for (name, ours), theirs in pairs
-        for row in (value(name, ours, "1"), value(f"{name}_target", theirs, "1", "modelled"))
+        for row in (
+            value(name, ours, "1", "emulated"),
+            value(f"{name}_target", theirs, "1", "modelled"),
+        )
     ]
 
 

@@ -18,7 +18,9 @@ from kvlib.hardware import Machine
 from kvlib.memory import kv_bytes, weight_bytes
 from kvlib.shapes import Shape, check_positive
 
-HOST_BANDWIDTH = 307e9  # B/s, eight channels of DDR5-4800, as beside an H100; reads and writes
+# B/s of host memory, reads and writes, by the machine's link.
+GRACE = 512e9  # NVIDIA Grace CPU, 480 GB of LPDDR5X, beside a GH200
+DDR5 = 307e9  # eight channels of DDR5-4800, as beside an H100
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,15 @@ def target_ratios(
 ) -> Ratios:
     """The ratios on a published machine, where a decode step is the time to read its memory.
 
-    share: part of the stored tokens that the host gathers, read and written once.
+    share: part of all keys and values that the host gathers, read and written once.
     """
     kv, weights = kv_bytes(shape, tokens, batch, dtype), weight_bytes(shape, dtype)
     step = (kv + weights) / machine.bandwidth
+    host = GRACE if machine.link.name == "nvlink-c2c" else DDR5
     return Ratios(
         rho1=float(kv / machine.link.bandwidth / step),
         rho2=float(kv / weights),
-        rho3=float(2 * share * kv / HOST_BANDWIDTH / step),
+        rho3=float(2 * share * kv / host / step),
     )
 
 

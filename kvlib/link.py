@@ -93,6 +93,7 @@ class Link:
         self.trace: list[Move] = []
         self.stored = 0  # bytes from device to host
         self.gather_time = 0.0  # seconds that the host spent picking rows
+        self.gathered = 0  # bytes that it picked
         self.free_at = 0.0
 
     @property
@@ -127,11 +128,12 @@ class Link:
         return Transfer(arrived, move, event)
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Time the host's picking of rows, which the computation waits for."""
+    def gathering(self, nbytes: int) -> Iterator[None]:
+        """Time the host's picking of `nbytes`, which the computation waits for."""
         start = time.perf_counter()
         yield
         self.gather_time += time.perf_counter() - start
+        self.gathered += nbytes
 
 
 def sleep_until(deadline: float) -> None:

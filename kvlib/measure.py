@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from kvlib.attachment import attach
 from kvlib.attention import Binding, attention_forward
-from kvlib.caches import InfiniGen, KVCache, find_strategy, make_cache
+from kvlib.caches import InfiniGen, KVCache, Paged, find_strategy, make_cache
 from kvlib.caches.timeline import Timeline
+from kvlib.memory import STRATEGIES as PREDICTED
 from kvlib.memory import kv_bytes, layer_prefill_peak, weight_bytes
 from kvlib.models import FREE_SHARE, free_memory, load, shape_of
 from kvlib.peak import peak_memory
@@ -43,12 +44,10 @@ def value(metric: str, amount: float, unit: str, source: str = "measured") -> di
 
 
 def knobs(strategy: str, prefill: str) -> dict[str, Any]:
-    """The strategy's parameters for a way of prefilling."""
-    chosen: dict[str, Any] = dict(PREFILLS[prefill])
-    if strategy == "h2o":
-        return chosen | {"budget": BUDGET}
-    chosen.pop("evict", None)
-    return chosen
+    """The strategy's parameters for a way of prefilling, as far as it has them."""
+    has = inspect.signature(find_strategy(strategy)).parameters
+    wanted: dict[str, Any] = {**PREFILLS[prefill], "budget": BUDGET}
+    return {name: chosen for name, chosen in wanted.items() if name in has}
 
 
 # -- one layer's attention: memory -----------------------------------------------------------
@@ -63,7 +62,9 @@ def prefill_layer(
     weights and all other layers' KV too; a point that exceeds it raises DeviceOutOfMemory.
     """
     sizes = shape_of(shape)
-    predicted = predicted_peak(sizes, strategy, prefill, tokens, device)
+    predicted = 0
+    if strategy in PREDICTED:
+        predicted = predicted_peak(sizes, strategy, prefill, tokens, device)
     room = emulated_device(sizes)
     others = kv_bytes(sizes, tokens, 1, "float32", layers=sizes.layers - 1)
     if predicted > FREE_SHARE * (free := free_memory(device)):
@@ -76,14 +77,13 @@ def prefill_layer(
         run_layer(sizes, strategy, prefill, inputs, Tiers(room))
         finish(device)
         seconds = time.perf_counter() - start
-    values = [
-        value("attention_time", seconds * sizes.layers, "s"),
-        value("prefill_peak_predicted", predicted, "B", "modelled"),
-    ]
+    values = [value("attention_time", seconds * sizes.layers, "s")]
+    if predicted:
+        values.append(value("prefill_peak_predicted", predicted, "B", "modelled"))
     return values + [value("prefill_peak", peak, "B") for peak in grown]
 
 
-def finish(device: str) -> None:
+def finish(device: str | torch.device) -> None:
     """Wait for what a GPU still computes."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -126,6 +126,8 @@ def run_layer(
 ) -> KVCache:
     """Prefill a cache of one layer with these inputs, in chunks if so asked."""
     layer = find_strategy(strategy)
+    if issubclass(layer, Paged):
+        raise ValueError(f"{strategy} has one pool for a whole model: leave it out of strategies")
     options = knobs(strategy, prefill)
     cache = KVCache([layer(Timeline(), tiers, **options)])
     module: Any = nn.Module()
@@ -223,12 +225,17 @@ def kept_mask(positions: Tensor, tokens: int) -> Tensor:
 
 
 def question(tokenizer: Any) -> Tensor:
-    """The prompt of the introductory notebook in the model's chat form, [1, T]."""
+    """The prompt of the introductory notebook, in the model's chat form if it has one, [1, T]."""
     facts = (
         "My sister Ana lives in Lisbon and keeps two grey cats. Her neighbour bakes bread every "
         "morning and plays the cello at night. Last week they took the train to Porto together. "
     )
-    messages = [{"role": "user", "content": facts + "Where does my sister live?"}]
+    asked = facts + "Where does my sister live?"
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer, and reads no text: choose another model")
+    if tokenizer.chat_template is None:
+        return torch.as_tensor(tokenizer(asked, return_tensors="pt")["input_ids"])
+    messages = [{"role": "user", "content": asked}]
     return torch.as_tensor(
         tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -241,10 +248,10 @@ def kept_tokens(
     *, strategy: str, budget: float, steps: int, layer: int, head: int, model: str, device: str,
     **_: Any,
 ) -> Values:  # fmt: skip
-    """The state of each token in one KV head after each step, and how many heads attend at the end.
+    """The state of each token in one KV head after each step, and in all heads at the end.
 
-    `kept` is 1 for a token that the step attended to, 0.5 for one left on the host, 0 for one
-    that is gone; `attended_share` is the share of a layer's heads that attended to it.
+    `kept` is 1 for a token that is kept on the device or was fetched, 0.5 for one left on the
+    host, 0 for one that is gone; `device_share` is the share of a layer's heads where it is 1.
     """
     loaded = load(model, "float32", device)
     ids = question(loaded.tokenizer).to(device)
@@ -260,12 +267,12 @@ def kept_tokens(
             values += [_at(step, layer, p, "kept", x) for p, x in enumerate(held)]
     for depth in range(len(cache.layers)):
         shares = (states(cache, depth) == 1).float().mean(0).tolist()
-        values += [_at(steps, depth, p, "attended_share", x) for p, x in enumerate(shares)]
+        values += [_at(steps, depth, p, "device_share", x) for p, x in enumerate(shares)]
     return values
 
 
 def states(cache: KVCache, layer: int) -> Tensor:
-    """Of the first row's tokens [Hkv, seen]: 1 attended to, 0.5 left on the host, 0 gone."""
+    """The first row's tokens [Hkv, seen]: 1 kept on the device or fetched, 0.5 not, 0 gone."""
     of, seen = cache.layers[layer], cache.timeline.seen[0]
     stored = kept_mask(of.positions, seen)[0].float()
     if not isinstance(of, InfiniGen) or of.chosen is None:

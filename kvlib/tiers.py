@@ -52,6 +52,8 @@ class Tier:
     fixed: int = 0
     used: int = 0  # bytes, beside `fixed`
     peak: int = 0  # highest `used` so far, scratch included
+    lent: int = 0  # bytes of `used` that are on loan to something that passes through
+    lent_peak: int = 0
 
     @property
     def free(self) -> int | None:
@@ -82,7 +84,13 @@ class Tier:
     def lend(self, nbytes: int, owner: object) -> None:
         """Count `nbytes` until `owner` is collected."""
         self._take(nbytes)
-        weakref.finalize(owner, self._give, nbytes)
+        self.lent += nbytes
+        self.lent_peak = max(self.lent_peak, self.lent)
+        weakref.finalize(owner, self._end_loan, nbytes)
+
+    def _end_loan(self, nbytes: int) -> None:
+        self.lent -= nbytes
+        self._give(nbytes)
 
     @contextmanager
     def borrow(self, nbytes: int) -> Iterator[None]:
@@ -94,8 +102,8 @@ class Tier:
             self._give(nbytes)
 
     def reset_peak(self) -> None:
-        """Start a new measurement of `peak`."""
-        self.peak = self.used
+        """Start a new measurement of the peaks."""
+        self.peak, self.lent_peak = self.used, self.lent
 
     def _take(self, nbytes: int) -> None:
         if self.capacity is not None and self.free is not None and nbytes > self.free:

@@ -70,9 +70,10 @@ def test_impossible_links_are_refused(bandwidth: float) -> None:
 
 def test_the_gather_is_timed_apart() -> None:
     link = Link.real()
-    with link.gathering():
+    with link.gathering(500):
         time.sleep(0.002)
     assert link.gather_time >= 0.002
+    assert link.gathered == 500
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ what the others change.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -190,6 +191,14 @@ class KVLayer(CacheLayerMixin):
             part = "host" if kind.tier == "host" else "kv" if name in KV else "state"
             parts[part].append(self.slots[name])
         return {part: storage_bytes(tensors) for part, tensors in parts.items()}
+
+    def in_use(self) -> dict[str, int]:
+        """Bytes behind the stored tokens, spare slots left out: on the `device`, on the `host`."""
+        used = {"device": 0, "host": 0}
+        for kind in self.kinds().values() if self.is_initialized else ():
+            slot = kind.dtype.itemsize * math.prod(kind.tail)
+            used[kind.tier] += sum(self.count) * self.shape[0] * slot
+        return used
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the cache is broken."""

@@ -220,6 +220,11 @@ class KVCache(Cache):
         layers = [layer.nbytes() for layer in self.layers]
         return {part: sum(n[part] for n in layers) for part in layers[0]}
 
+    def in_use(self) -> dict[str, int]:
+        """Bytes behind the stored tokens, over all layers: on the `device`, on the `host`."""
+        layers = [layer.in_use() for layer in self.layers]
+        return {tier: sum(n[tier] for n in layers) for tier in layers[0]}
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; tests call this after every step."""
         for layer in self.layers:

@@ -145,7 +145,7 @@ class InfiniGen(HostLayer, EvictingLayer):
         self.fetched_count = self.wanted(scores)
         best = scores.amax(dim=2)  # over the group
         self.chosen = best.topk(max(self.fetched_count), dim=-1).indices  # [B, Hkv, n]
-        with self.tiers.link.gathering():
+        with self.tiers.link.gathering(self._bytes(sum(self.fetched_count))):
             rows = [self._gather(self.slots[name], self.chosen) for name in KV]
         self.transfer = self._fetch(rows, self.fetched_count)
 

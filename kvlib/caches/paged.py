@@ -76,6 +76,11 @@ class Paged(KVLayer):
         held = pool.reserved_slots(tables) // pool.block
         return {"kv": held * pool.block_bytes // pool.kv.shape[1], "state": 0, "host": 0}
 
+    def in_use(self) -> dict[str, int]:
+        pool, tables = self.timeline.pool, self.timeline.tables
+        slot = pool.block_bytes // pool.block // pool.kv.shape[1]
+        return {"device": pool.used_slots(tables) * slot, "host": 0}
+
     def check(self) -> None:
         super().check()
         if self.is_initialized:

@@ -1,0 +1,163 @@
+"""What every serving engine takes and gives: requests, results, and the times in them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvlib.caches import KVCache
+from kvlib.caches.paged import Preempted
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued. Raises ValueError for what cannot be served.
+
+    prompt          token ids, at least one
+    max_new_tokens  tokens to generate at most, at least one
+    arrival         seconds from the start of the run at which the engine may know of it
+    temperature     0 = greedy; otherwise logits are divided by it, and a token is drawn
+    seed            of this request's own draws
+    stop            token ids that end the generation, and are part of it
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    arrival: float = 0.0
+    temperature: float = 0.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        for name, ids in (("prompt", self.prompt), ("stop", self.stop)):
+            if wrong := [t for t in ids if not isinstance(t, int) or t < 0]:
+                raise ValueError(f"{name} has {wrong[0]!r}: token ids are whole numbers from 0 on")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {self.max_new_tokens!r}: give at least 1")
+        if not (math.isfinite(self.arrival) and self.arrival >= 0):
+            raise ValueError(f"arrival {self.arrival!r}: give seconds from the start, 0 or more")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature {self.temperature!r}: give 0 for greedy, or more")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed!r}: give a whole number in [0, 2**63)")
+
+
+def refuse_unservable(requests: Sequence[Request], positions: int | None, vocabulary: int) -> None:
+    """ValueError for a request longer than `positions`, or with ids from `vocabulary` on."""
+    for index, request in enumerate(requests):
+        total = len(request.prompt) + request.max_new_tokens - 1  # the last one is not fed
+        if positions is not None and total > positions:
+            raise ValueError(
+                f"request {index}: {total} tokens, the model has {positions} positions"
+            )
+        if max(request.prompt) >= vocabulary:
+            raise ValueError(f"request {index}: the vocabulary ends at token {vocabulary - 1}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a request. All times are in seconds.
+
+    request      its place among the requests of the run
+    arrival      as requested, from the start of the run
+    tokens       what was generated, a stop token included
+    times        when each of them was there, from the start of the run
+    finished     "stop": by a stop token; "length": by max_new_tokens
+    preemptions  how often it had to leave the device for others
+    """
+
+    request: int
+    arrival: float
+    tokens: list[int]
+    times: list[float]
+    finished: Finish
+    preemptions: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, from arrival on."""
+        return self.times[0] - self.arrival
+
+    @property
+    def e2el(self) -> float:
+        """End-to-end latency: from arrival to the last token."""
+        return self.times[-1] - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first one; nan where there is only one."""
+        gaps = len(self.times) - 1
+        return (self.e2el - self.ttft) / gaps if gaps else math.nan
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies: the gaps between tokens, one fewer than tokens."""
+        return [after - before for before, after in itertools.pairwise(self.times)]
+
+
+@dataclass(eq=False)
+class Progress:
+    """A request on its way: what it has got so far, and what it owns while it does not run.
+
+    tokens, times  as in Result
+    cache          its own one, while it is read
+    swapped        what it held on the device, if that waits in host memory
+    """
+
+    index: int
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    preemptions: int = 0
+    cache: KVCache | None = None
+    swapped: Preempted | None = None
+
+    def __post_init__(self) -> None:
+        self.draws = torch.Generator().manual_seed(self.request.seed)
+
+    def order(self) -> tuple[float, int]:
+        """First come, first served."""
+        return self.request.arrival, self.index
+
+    def choose(self, best: int, logits: Tensor) -> None:
+        """Go on with the `best` token, or with one drawn by logits [V] from its own generator."""
+        if self.request.temperature:
+            chances = torch.softmax(logits.float().cpu() / self.request.temperature, dim=-1)
+            best = int(torch.multinomial(chances, 1, generator=self.draws))
+        self.tokens.append(best)
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and what was generated."""
+        return self.request.prompt + self.tokens
+
+    @property
+    def finished(self) -> Finish | None:
+        """Why it is over, None while it is not."""
+        if self.tokens and self.tokens[-1] in self.request.stop:
+            return "stop"
+        return "length" if len(self.tokens) == self.request.max_new_tokens else None
+
+    def result(self) -> Result:
+        """The result, once it is over."""
+        assert self.finished is not None
+        arrival, tokens, times = self.request.arrival, self.tokens, self.times
+        return Result(self.index, arrival, tokens, times, self.finished, self.preemptions)
+
+
+class Engine(Protocol):
+    """Anything that serves requests."""
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Serve all requests; one result each, in the order of the requests."""
+        ...

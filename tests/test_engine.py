@@ -1,0 +1,300 @@
+"""Continuous batching: whatever the company, each request gets what it would get alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from kvlib.caches.blocks import PoolExhausted
+from kvlib.caches.paged import PagedCache
+from kvlib.engines import LocalEngine, Request, Result
+from kvlib.tiers import DeviceOutOfMemory, Tier, Tiers
+
+Tiny = Callable[..., PreTrainedModel]
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Tiny) -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(model: PreTrainedModel) -> Callable[[Request], list[int]]:
+    """What plain transformers generates for a greedy request that stops at EOS."""
+
+    @cache
+    def make(prompt: tuple[int, ...], new: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False
+        )
+        found: list[int] = out[0, len(prompt) :].tolist()
+        return found
+
+    return lambda request: make(tuple(request.prompt), request.max_new_tokens)
+
+
+def text(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 128, (length,), generator=generator).tolist()
+
+
+@st.composite
+def greedy(draw: st.DrawFn, longest: int = 24) -> list[Request]:
+    """A few requests at once or some milliseconds apart, in any order of arrival."""
+    arrival = draw(st.sampled_from([st.just(0.0), st.floats(0, 0.01)]))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
+    return [
+        Request(text(n, seed=n % 5), draw(st.integers(1, 9)), draw(arrival), stop=(EOS,))
+        for n in lengths
+    ]
+
+
+def check_times(results: Sequence[Result], requests: Sequence[Request]) -> None:
+    assert [result.request for result in results] == list(range(len(requests)))
+    for result, request in zip(results, requests, strict=True):
+        assert len(result.times) == len(result.tokens)
+        assert result.times == sorted(result.times)
+        assert result.ttft > 0
+        assert result.ttft + sum(result.itl) == pytest.approx(result.e2el)
+        stopped = result.tokens[-1] in request.stop
+        assert result.finished == ("stop" if stopped else "length")
+
+
+def check_left(engine: LocalEngine) -> None:
+    """The model is as it was, and nothing holds a block."""
+    assert engine.model.config._attn_implementation != "kvlib"
+    if isinstance(engine.blank, PagedCache):
+        assert engine.blank.pool.used == 0
+        engine.blank.pool.check([])
+
+
+@settings(max_examples=10)
+@given(requests=greedy(), chunk=st.integers(1, 30), max_batch=st.integers(1, 4))
+@pytest.mark.parametrize("strategy", ["full", "offload"])
+def test_exact_strategies_give_what_transformers_gives(
+    model: PreTrainedModel,
+    plain: Callable[[Request], list[int]],
+    strategy: str,
+    requests: list[Request],
+    chunk: int,
+    max_batch: int,
+) -> None:
+    engine = LocalEngine(model, strategy, chunk=chunk, max_batch=max_batch)
+    results = engine.run(requests)
+    assert [result.tokens for result in results] == [plain(request) for request in requests]
+    assert not any(result.preemptions for result in results)
+    check_times(results, requests)
+    check_left(engine)
+
+
+@settings(max_examples=15)
+@given(
+    requests=greedy(),
+    chunk=st.integers(1, 30),
+    max_batch=st.integers(1, 6),
+    blocks=st.integers(8, 16),  # a request needs up to 8
+    share=st.booleans(),
+)
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_paged_loses_nothing_in_a_small_pool(
+    model: PreTrainedModel,
+    plain: Callable[[Request], list[int]],
+    preemption: str,
+    requests: list[Request],
+    chunk: int,
+    max_batch: int,
+    blocks: int,
+    share: bool,
+) -> None:
+    engine = LocalEngine(
+        model, "paged", chunk=chunk, max_batch=max_batch, preemption=preemption,
+        share_prefixes=share, block=4, blocks=blocks,
+    )  # fmt: skip
+    for _ in range(1 + share):  # the second run finds what the first one left
+        results = engine.run(requests)
+        assert [result.tokens for result in results] == [plain(request) for request in requests]
+        check_times(results, requests)
+        check_left(engine)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_the_latest_arrival_is_preempted_and_comes_back(
+    model: PreTrainedModel, plain: Callable[[Request], list[int]], preemption: str
+) -> None:
+    requests = [Request(text(7, seed), 20, stop=(EOS,)) for seed in (3, 4, 5)]
+    engine = LocalEngine(model, "paged", preemption=preemption, block=4, blocks=9)
+    results = engine.run(requests)
+    assert [result.tokens for result in results] == [plain(request) for request in requests]
+    assert results[0].preemptions == 0
+    assert sum(result.preemptions for result in results) > 0
+    check_left(engine)
+
+
+LOSSY: list[tuple[str, dict[str, Any]]] = [
+    ("h2o", {"budget": 0.4}),
+    ("h2o", {"budget": 6, "evict": "chunk"}),
+    ("streaming", {"budget": 0.5, "sinks": 1}),
+    ("infinigen", {"cap": 0.4, "skip_layers": 1}),
+]
+
+
+@settings(max_examples=6)
+@given(requests=greedy(), chunk=st.integers(1, 30), max_batch=st.integers(2, 4))
+@pytest.mark.parametrize(("strategy", "knobs"), LOSSY)
+def test_other_strategies_give_what_the_request_gets_alone(
+    model: PreTrainedModel,
+    strategy: str,
+    knobs: dict[str, Any],
+    requests: list[Request],
+    chunk: int,
+    max_batch: int,
+) -> None:
+    engine = LocalEngine(model, strategy, chunk=chunk, max_batch=max_batch, **knobs)
+    results = engine.run(requests)
+    assert [r.tokens for r in results] == [engine.run([r])[0].tokens for r in requests]
+    check_times(results, requests)
+    check_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "knobs"), [("full", {}), ("paged", {"block": 4, "blocks": 12})]
+)
+def test_company_does_not_change_a_draw(
+    model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
+) -> None:
+    requests = [
+        Request(text(5, seed=1), 12, temperature=warm, seed=seed)
+        for warm, seed in [(1.0, 1), (0.0, 1), (1.0, 2), (1.0, 1), (2.5, 1)]
+    ]
+    engine = LocalEngine(model, strategy, max_batch=4, **knobs)
+    together = [result.tokens for result in engine.run(requests)]
+    assert together == [engine.run([request])[0].tokens for request in requests]
+    assert together[0] == together[3]
+    assert len({tuple(tokens) for tokens in together}) == 4
+
+
+def test_stop_tokens_and_the_last_token(model: PreTrainedModel) -> None:
+    engine = LocalEngine(model, "full")
+    prompt = text(9, seed=2)
+    whole = engine.run([Request(prompt, 8)])[0]
+    assert (len(whole.tokens), whole.finished) == (8, "length")
+    stop = whole.tokens[3]
+    cut = whole.tokens.index(stop) + 1
+    stopped, one, single = engine.run(
+        [Request(prompt, 8, stop=(127, stop)), Request(prompt, 1), Request([5], 3)]
+    )
+    assert (stopped.tokens, stopped.finished) == (whole.tokens[:cut], "stop")
+    assert (one.tokens, one.finished) == (whole.tokens[:1], "length")
+    assert math.isnan(one.tpot)
+    assert one.itl == []
+    assert one.ttft == one.e2el
+    assert len(single.tokens) == 3
+    assert whole.tpot == pytest.approx(sum(whole.itl) / 7)
+
+
+def test_arrivals_are_waited_for(model: PreTrainedModel) -> None:
+    requests = [Request(text(5, seed), 3, arrival) for seed, arrival in [(1, 0.08), (2, 0.0)]]
+    late, early = LocalEngine(model, "full").run(requests)
+    assert late.times[0] > 0.08 > early.times[-1]
+    assert late.ttft == pytest.approx(late.times[0] - 0.08)
+    assert LocalEngine(model, "full").run([]) == []
+
+
+def test_a_long_prompt_does_not_stop_the_others(model: PreTrainedModel) -> None:
+    """Its chunks alternate with decode steps, and its tokens come only after them."""
+    short, long = LocalEngine(model, "full", chunk=8).run(
+        [Request(text(4, seed=1), 10), Request(text(80, seed=2), 2)]
+    )
+    assert short.times[-1] < long.times[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [3, -1]}, "-1"),
+        ({"prompt": [1.5]}, "whole numbers"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"arrival": -1.0}, "arrival"),
+        ({"arrival": math.inf}, "arrival"),
+        ({"temperature": -0.1}, "greedy"),
+        ({"temperature": math.nan}, "greedy"),
+        ({"seed": -1}, "seed"),
+        ({"stop": (-2,)}, "stop"),
+    ],
+)
+def test_bad_requests(wrong: dict[str, Any], match: str) -> None:
+    good: dict[str, Any] = {"prompt": [3], "max_new_tokens": 1}
+    with pytest.raises(ValueError, match=match):
+        Request(**(good | wrong))
+
+
+def test_requests_and_parameters_that_cannot_be_served(model: PreTrainedModel) -> None:
+    engine = LocalEngine(model, "full")
+    with pytest.raises(ValueError, match="request 1: 4097 tokens, the model has 4096"):
+        engine.run([Request([3], 4096), Request([3, 4], 4096)])
+    with pytest.raises(ValueError, match="vocabulary ends at token 127"):
+        engine.run([Request([128], 1)])
+    for knobs, match in [
+        ({"max_batch": 0}, "max_batch"),
+        ({"chunk": 0}, "chunk"),
+        ({"preemption": "kill"}, "recompute"),
+        ({"share_prefixes": True}, "paged"),
+        ({"budget": 3}, "no parameter budget"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            LocalEngine(model, "full", **knobs)
+    check_left(engine)
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(40, 2), (6, 30)])
+def test_a_sequence_that_does_not_fit_alone(model: PreTrainedModel, prompt: int, new: int) -> None:
+    engine = LocalEngine(model, "paged", block=4, blocks=8)
+    small, large = Request(text(4, seed=1), 3), Request(text(prompt, seed=2), new)
+    with pytest.raises(PoolExhausted, match=r"were requests \[1\]: shorten"):
+        engine.run([small, large])
+    check_left(engine)
+    assert len(engine.run([small])[0].tokens) == 3
+
+
+@pytest.mark.parametrize(("strategy", "knobs"), [("full", {}), *LOSSY])
+def test_a_small_device_takes_fewer_at_a_time(
+    model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
+) -> None:
+    """Contiguous caches cannot be preempted: nobody may come who will not fit to the end."""
+    requests = [Request(text(40 + 9 * (n % 4), seed=n), 12) for n in range(6)]
+
+    def run(capacity: int | None, max_batch: int) -> tuple[list[list[int]], int]:
+        """The tokens, and the highest use of the device."""
+        tier = Tier("device", capacity)
+        engine = LocalEngine(model, strategy, max_batch=max_batch, tiers=Tiers(tier), **knobs)
+        tokens = [result.tokens for result in engine.run(requests)]
+        assert tier.used == 0
+        return tokens, tier.peak
+
+    expected, most = run(None, 6)
+    _, least = run(None, 1)
+    for capacity in (least, (least + most) // 2):
+        assert run(capacity, 6)[0] == expected
+    with pytest.raises(DeviceOutOfMemory, match=r"were requests \[\d\]"):
+        run(least - 1, 1)
+    assert model.config._attn_implementation != "kvlib"
+
+
+@pytest.mark.parametrize("strategy", ["full", "paged", "h2o"])
+def test_positions_are_a_row_s_own_and_not_the_run_s(tiny: Tiny, strategy: str) -> None:
+    """A run of any length: the model's positions limit each request, not all together."""
+    model = tiny("llama", max_position_embeddings=24)
+    requests = [Request(text(4, seed=n), 10 + n % 7) for n in range(8)]
+    results = LocalEngine(model, strategy, max_batch=3).run(requests)
+    assert [len(r.tokens) for r in results] == [r.max_new_tokens for r in requests]
