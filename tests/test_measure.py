@@ -38,7 +38,7 @@ def test_a_peak_counts_pages_that_were_freed_before_the_block() -> None:
 
 def layer(strategy: str, prefill: str) -> Values:
     return prefill_layer(
-        strategy=strategy, prefill=prefill, tokens=2048, shape="smollm2-135m", device="cpu", seed=0
+        strategy=strategy, prefill=prefill, tokens=4096, shape="smollm2-135m", device="cpu", seed=0
     )
 
 
@@ -48,4 +48,4 @@ def layer(strategy: str, prefill: str) -> Values:
 def test_a_layer_takes_what_the_formulas_say(strategy: str, prefill: str) -> None:
     values = in_child(layer, (strategy, prefill), 120, ["kvlib.measure"])
     found = {value["metric"]: value["value"] for value in values}
-    assert found["prefill_peak"] == pytest.approx(found["prefill_peak_predicted"], rel=0.2)
+    assert found["prefill_peak"] == pytest.approx(found["prefill_peak_predicted"], rel=0.25)
