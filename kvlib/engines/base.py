@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kvlib.caches import KVCache
 from kvlib.caches.paged import Preempted
+from kvlib.metrics import Timing
 
 Finish = Literal["stop", "length"]
 
@@ -65,59 +65,34 @@ def refuse_unservable(requests: Sequence[Request], positions: int | None, vocabu
 
 
 @dataclass(frozen=True)
-class Result:
-    """What became of a request. All times are in seconds.
+class Result(Timing):
+    """What became of a request, and when: arrival and stamps are seconds from the run's start.
 
     request      its place among the requests of the run
-    arrival      as requested, from the start of the run
-    tokens       what was generated, a stop token included
-    times        when each of them was there, from the start of the run
+    tokens       what was generated, a stop token included; one stamp each
     finished     "stop": by a stop token; "length": by max_new_tokens
     preemptions  how often it had to leave the device for others
     """
 
     request: int
-    arrival: float
     tokens: list[int]
-    times: list[float]
     finished: Finish
-    preemptions: int = 0
-
-    @property
-    def ttft(self) -> float:
-        """Time to first token, from arrival on."""
-        return self.times[0] - self.arrival
-
-    @property
-    def e2el(self) -> float:
-        """End-to-end latency: from arrival to the last token."""
-        return self.times[-1] - self.arrival
-
-    @property
-    def tpot(self) -> float:
-        """Time per output token after the first one; nan where there is only one."""
-        gaps = len(self.times) - 1
-        return (self.e2el - self.ttft) / gaps if gaps else math.nan
-
-    @property
-    def itl(self) -> list[float]:
-        """Inter-token latencies: the gaps between tokens, one fewer than tokens."""
-        return [after - before for before, after in itertools.pairwise(self.times)]
+    preemptions: int
 
 
 @dataclass(eq=False)
 class Progress:
     """A request on its way: what it has got so far, and what it owns while it does not run.
 
-    tokens, times  as in Result
-    cache          its own one, while it is read
-    swapped        what it held on the device, if that waits in host memory
+    tokens, stamps  as in Result
+    cache           its own one, while it is read
+    swapped         what it held on the device, if that waits in host memory
     """
 
     index: int
     request: Request
     tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    stamps: list[float] = field(default_factory=list)
     preemptions: int = 0
     cache: KVCache | None = None
     swapped: Preempted | None = None
@@ -151,8 +126,10 @@ class Progress:
     def result(self) -> Result:
         """The result, once it is over."""
         assert self.finished is not None
-        arrival, tokens, times = self.request.arrival, self.tokens, self.times
-        return Result(self.index, arrival, tokens, times, self.finished, self.preemptions)
+        return Result(
+            self.request.arrival, tuple(self.stamps),
+            self.index, self.tokens, self.finished, self.preemptions,
+        )  # fmt: skip
 
 
 class Engine(Protocol):

@@ -231,7 +231,7 @@ class _Run:
             sequence.choose(token, row)
         now = self._now()
         for sequence in sequences:
-            sequence.times.append(now)
+            sequence.stamps.append(now)
 
 
 def _growth(cache: KVCache, rows: int, longest: int, text: int) -> float:
