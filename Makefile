@@ -52,7 +52,7 @@ check: | $(INSTALLED) ## lint, format, types, and notebooks free of outputs
 	$(PY) -m kvlib.report check $(NAMES:%=notebooks/%.ipynb)
 
 bench: | $(INSTALLED) ## run each benchmark in turn
-	@for file in benchmarks/*.py; do echo "$$file"; $(PY) "$$file" || exit 1; done
+	@for file in $(filter-out %/common.py,$(wildcard benchmarks/*.py)); do echo "$$file"; $(PY) "$$file" || exit 1; done
 
 verify: | $(INSTALLED) ## measure anew and compare with the committed rows
 	$(PY) -m kvlib.study verify --profile $(PROFILE)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import prefill, repeated, steps
 from torch import nn
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -27,26 +28,9 @@ BATCH, BUDGET, CHUNK = 4, 0.2, 512
 
 
 def fill(model: Any, cache: Any, ids: torch.Tensor) -> Any:
-    """Prefill one row in chunks; returns a cache of BATCH such rows."""
-    if isinstance(cache, KVCache):
-        cache.begin([ids.shape[1]])
-    for first in range(0, ids.shape[1], CHUNK):
-        model(ids[:, first : first + CHUNK], past_key_values=cache, logits_to_keep=1)
-    if isinstance(cache, KVCache):
-        return cache.fork([0] * BATCH)
-    cache.batch_repeat_interleave(BATCH)
-    return cache
-
-
-def steps(model: Any, cache: Any, count: int) -> list[float]:
-    """Seconds of each of `count` decode steps; the first, a warm-up, is thrown away."""
-    token = torch.ones(BATCH, 1, dtype=torch.long)
-    taken = []
-    for _ in range(count + 1):
-        start = time.perf_counter()
-        model(token, past_key_values=cache, logits_to_keep=1)
-        taken.append(time.perf_counter() - start)
-    return taken[1:]
+    """A cache of BATCH rows that cost one row's prefill."""
+    prefill(model, cache, ids, CHUNK)
+    return repeated(cache, BATCH)
 
 
 def attention_step(model: Any, cache: KVCache) -> float:
@@ -77,10 +61,10 @@ def compare(model: Any, context: int, rounds: int) -> dict[str, list[float]]:
     kept_bytes(model, h2o, context)
     taken: dict[str, list[float]] = {"full": [], "h2o": [], "dynamic": [], "attention": []}
     for _ in tqdm(range(rounds), "rounds", leave=False):
-        taken["dynamic"] += steps(model, dynamic, 4)
+        taken["dynamic"] += steps(model, dynamic, BATCH, 4)
         with attach(model):
-            taken["full"] += steps(model, full, 4)
-            taken["h2o"] += steps(model, h2o, 4)
+            taken["full"] += steps(model, full, BATCH, 4)
+            taken["h2o"] += steps(model, h2o, BATCH, 4)
             taken["attention"] += [attention_step(model, kernels) for _ in range(3)]
     return taken
 

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import torch
+from common import prefill, steps
 from tqdm import tqdm
 
 from kvlib.attachment import attach
@@ -39,25 +40,17 @@ def filled(model: Any, strategy: str, context: int, batch: int) -> KVCache:
     """A cache of `batch` equal rows of random tokens; they cost one row's prefill."""
     ids = torch.randint(100, 40000, (1, context), generator=torch.Generator().manual_seed(0))
     cache = make_cache(strategy, model, **KNOBS[strategy])
-    cache.begin([context])
-    for first in range(0, context, CHUNK):
-        model(ids[:, first : first + CHUNK], past_key_values=cache, logits_to_keep=1)
+    prefill(model, cache, ids, CHUNK)
     return cache.fork([0] * batch)
 
 
-def steps(model: Any, cache: KVCache, link: Link, count: int = STEPS) -> list[float]:
-    """Seconds of `count` decode steps over a link; a first one, which finds it idle, is dropped."""
+def linked_steps(model: Any, cache: KVCache, link: Link, count: int = STEPS) -> list[float]:
+    """Seconds of `count` decode steps over a link; the first one, which finds it idle, is dropped.
+
+    The trace is that of the others.
+    """
     cache.tiers.link = link
-    token = torch.ones(len(cache.timeline.seen), 1, dtype=torch.long)
-    taken = []
-    for step in range(count + 1):
-        if step == 1:
-            link.trace = []
-            link.gather_time = 0.0
-        start = time.perf_counter()
-        model(token, past_key_values=cache, logits_to_keep=1)
-        taken.append(time.perf_counter() - start)
-    return taken[1:]
+    return steps(model, cache, len(cache.timeline.seen), count, warm=lambda: link.trace.clear())
 
 
 def compare(model: Any, context: int, batch: int, rounds: int) -> None:
@@ -71,17 +64,17 @@ def compare(model: Any, context: int, batch: int, rounds: int) -> None:
         for strategy, name in tqdm(runs * rounds, "rounds", leave=False):
             cache, link = caches[strategy], links[name]
             link.reset()
-            taken.setdefault((strategy, name), []).extend(steps(model, cache, link))
+            taken.setdefault((strategy, name), []).extend(linked_steps(model, cache, link))
             if strategy == "infinigen" and name != REAL:
                 check_bytes(cache, link)
-                moves[name].append(link.trace)
+                moves[name].append(list(link.trace))
     middle = {run: statistics.median(seconds) for run, seconds in taken.items()}
     report(middle, links, moves, len(caches["full"].layers))
 
 
 def emulated(model: Any, full: KVCache, context: int, batch: int) -> dict[str, Link]:
     """The links by name; each emulated one has its target machine's first ratio."""
-    resident = statistics.median(steps(model, full, Link.real(), 8))
+    resident = statistics.median(linked_steps(model, full, Link.real(), 8))
     kv, links = full.nbytes()["kv"], {REAL: Link.real()}
     for name, machine in POINTS.items():
         target = target_ratios(MACHINES[machine], SHAPES["llama-3.1-8b"], context, batch, CAP)

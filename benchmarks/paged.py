@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import torch
+from common import prefill, repeated, steps
 from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, QuantizedCache
 
@@ -31,13 +32,10 @@ MIX = [1, 2, 3, 5, 30, 31, 64, 100, 170, 333, 400, 512, 700, 1000, 1023, 1024]  
 
 def filled(model: Any, cache: Any, ids: torch.Tensor, batch: int) -> Any:
     """One row's prefill, repeated to `batch` rows that share nothing."""
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    prefill(model, cache, ids, ids.shape[1])
     if isinstance(cache, PagedCache):
         return scattered(cache, batch)
-    if isinstance(cache, KVCache):
-        return cache.fork([0] * batch)
-    cache.batch_repeat_interleave(batch)
-    return cache
+    return repeated(cache, batch)
 
 
 def scattered(cache: PagedCache, batch: int) -> PagedCache:
@@ -57,16 +55,6 @@ def scattered(cache: PagedCache, batch: int) -> PagedCache:
     return rows
 
 
-def steps(model: Any, cache: Any, batch: int) -> list[float]:
-    """Seconds of each decode step; the first, a warm-up, is thrown away."""
-    token, taken = torch.ones(batch, 1, dtype=torch.long), []
-    for _ in range(STEPS + 1):
-        start = time.perf_counter()
-        model(token, past_key_values=cache, logits_to_keep=1)
-        taken.append(time.perf_counter() - start)
-    return taken[1:]
-
-
 def compare(kind: str, context: int, batch: int, rounds: int) -> None:
     """Print one dtype's table."""
     model = load("smollm2", kind).model
@@ -84,9 +72,9 @@ def compare(kind: str, context: int, batch: int, rounds: int) -> None:
         for name, cache in caches.items():
             if isinstance(cache, KVCache):
                 with attach(model):
-                    taken[name] += steps(model, cache, batch)
+                    taken[name] += steps(model, cache, batch, STEPS)
             else:
-                taken[name] += steps(model, cache, batch)
+                taken[name] += steps(model, cache, batch, STEPS)
     middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
     print(f"\n{kind}, context {context:,}, batch {batch}")
     print(*(f"  {name:14s} {1e3 * s:7.1f} ms a step" for name, s in middle.items()), sep="\n")
