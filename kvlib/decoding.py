@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlib.attachment import attach
 from kvlib.caches import KVCache, find_strategy, make_cache
-from kvlib.emulation import Ratios, bandwidth_for, target_ratios
+from kvlib.emulation import Ratios, link_like, target_ratios
 from kvlib.hardware import find_machine
 from kvlib.link import Link
 from kvlib.measure import Values, finish, prompt, value
@@ -130,9 +130,8 @@ def emulated_link(model: Any, machine: str, device: str, tokens: float, resident
     """A link as slow beside this run as the machine's is beside its own; a GPU has a real one."""
     if torch.device(device).type == "cuda":
         return Link.real()
-    target = _target(machine, 1.0)
     kv = tokens * kv_token_bytes(model)
-    return Link.emulated(bandwidth_for(target.rho1, kv, resident))
+    return link_like(find_machine(machine), _target(machine, 1.0).rho1, kv, resident)
 
 
 def _target(machine: str, share: float) -> Ratios:

@@ -7,7 +7,8 @@ not the bandwidth. Three ratios are stored with every emulated row, for this run
 ρ2  bytes of keys and values ÷ bytes of weights
 ρ3  time in which the host gathers a layer's fetched rows ÷ time of a layer's decode step
 
-The bandwidth is chosen so that ρ1 agrees. Times are seconds, sizes bytes.
+The bandwidth is chosen so that ρ1 agrees, and how fast the host gathers, so that ρ3 does where
+this machine's own gather is not slower. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlib.hardware import Machine
+from kvlib.link import Link
 from kvlib.memory import kv_bytes, weight_bytes
 from kvlib.shapes import Shape, check_positive
 
@@ -40,8 +42,7 @@ def target_ratios(
     share: part of all keys and values that the host gathers, read and written once.
     """
     kv, weights = kv_bytes(shape, tokens, batch, dtype), weight_bytes(shape, dtype)
-    step = (kv + weights) / machine.bandwidth
-    host = GRACE if machine.link.name == "nvlink-c2c" else DDR5
+    step, host = (kv + weights) / machine.bandwidth, host_bandwidth(machine)
     return Ratios(
         rho1=float(kv / machine.link.bandwidth / step),
         rho2=float(kv / weights),
@@ -49,8 +50,23 @@ def target_ratios(
     )
 
 
+def host_bandwidth(machine: Machine) -> float:
+    """B/s of the memory of the machine's host."""
+    return GRACE if machine.link.name == "nvlink-c2c" else DDR5
+
+
 def bandwidth_for(rho1: float, kv: float, step: float) -> float:
     """B/s at which `kv` bytes take `rho1` times as long as a resident step of `step` seconds."""
     check_positive("rho1", rho1)
     check_positive("step", step)
     return kv / (rho1 * step)
+
+
+def link_like(machine: Machine, rho1: float, kv: float, step: float) -> Link:
+    """An emulated link and host, as slow beside a resident step as the machine's beside its own.
+
+    rho1: the machine's; kv: bytes that take this long; step: seconds of a resident step here.
+    """
+    bandwidth = bandwidth_for(rho1, kv, step)
+    gather = bandwidth * host_bandwidth(machine) / 2 / machine.link.bandwidth  # reads and writes
+    return Link.emulated(bandwidth, gather=gather)

