@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvlib.metrics import Timing, Usage
 from kvlib.peak import resident_peak
 from kvlib.workloads import arrivals, fixed
 
-ONCE = ("full", "offload")  # that no claim compares
+ONCE = ("full", "offload", "vllm")  # whose times no claim compares on this class of machine
 STEADY = 8  # decode steps of all requests together that a sampled run has at least
 WINDOW = 11  # tokens generated at each position of a long output
 MOMENTS = 40  # of a run's memory that are stored
@@ -34,11 +34,12 @@ def sweep(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The points of 02 to 04: all requests at once, and `requests` that arrive at a rate.
 
-    Between the fewest and the most at once, by rate, and of strategies that no claim compares, a
-    run is measured once. `more`: the other arguments of `serve`.
+    Between the fewest and the most at once, by rate, and of the strategies in ONCE, a run is
+    measured once; offload, whose steps take seconds, not with the most at once. `more`: the other
+    arguments of `serve`.
     """
     ends = (min(batches, default=0), max(batches, default=0))
-    by_batch = [
+    by_batch: list[dict[str, Any]] = [
         {"batch": b, "rate": None, "requests": b, "repeat": r}
         for r in range(repeats) for b in batches if r == 0 or b in ends
     ]  # fmt: skip
@@ -47,22 +48,55 @@ def sweep(
         {"strategy": s, "budget": budget_of(s), **at, **more, "seed": seed + at["repeat"]}
         for at in [*by_batch, *by_rate]
         for s in strategies
-        if s not in ONCE or (at["repeat"] == 0 and not at["rate"])
+        if at["repeat"] == 0 or s not in ONCE
+        if s not in ("full", "offload") or not at["rate"]
+        if s != "offload" or at["batch"] != ends[1] or len(batches) == 1
     ]
 
 
 def outputs(
     strategies: Sequence[str], repeats: int, seed: int, **more: Any
 ) -> list[dict[str, Any]]:
-    """The points of 05; a real vLLM generates all of its output, and so does `paged` once more."""
+    """The points of 05. `paged` also generates all of the two shortest outputs, as a check."""
+    sampled: list[dict[str, Any]] = [
+        {"strategy": s, "through": False, "repeat": r}
+        for r in range(repeats) for s in strategies if r == 0 or s not in ONCE
+    ]  # fmt: skip
+    few = ",".join(more["output_tokens"].split(",")[:2])
+    check: dict[str, Any] = {
+        "strategy": "paged",
+        "through": True,
+        "repeat": 0,
+        "output_tokens": few,
+    }
     return [
-        {"strategy": s, "budget": budget_of(s), "batch": 1, "through": through, **more}
-        | {"repeat": r, "seed": seed + r}
-        for r in range(repeats)
-        for s in strategies
-        for through in ((s == "vllm",) if s != "paged" or r else (False, True))
-        if r == 0 or s not in (*ONCE, "vllm")
+        {"budget": budget_of(p["strategy"]), "batch": 1, **more, **p, "seed": seed + p["repeat"]}
+        for p in [*sampled, *([check] if "paged" in strategies else [])]
     ]
+
+
+def serve_seconds(point: Mapping[str, Any]) -> float:
+    """Rough seconds that `serve` takes on two cores, for the estimate before a run."""
+    count, slow = point["requests"], {"infinigen": 0.011, "offload": 0.042}
+    read, new = count * point["tokens"], point["output_tokens"]
+    step = 0.06 + 0.0017 * (point["batch"] or 8)
+    if point["rate"]:
+        return float(6 + count / point["rate"] + new * step)
+    if point["strategy"] in slow:
+        new = min(new, STEADY + 1 + read // point["chunk"])
+        step += slow[point["strategy"]] * count
+    return float(4 + 8 * (point["strategy"] == "vllm") + 1.15e-3 * read + new * step)
+
+
+def output_seconds(point: Mapping[str, Any]) -> float:
+    """Rough seconds that `long_output` takes on two cores, for the estimate before a run."""
+    longest = max(int(n) for n in point["output_tokens"].split(","))
+    start = 4 + 8 * (point["strategy"] == "vllm")
+    if point["through"]:
+        return float(start + 2e-3 * point["tokens"] + 0.045 * longest)
+    slow = {"infinigen": 0.05, "offload": 0.2}.get(point["strategy"], 0.0)
+    read = 4 * point["tokens"] + 1.5 * longest
+    return float(start + 1.2e-3 * read + 3 * WINDOW * (0.045 + slow))
 
 
 # -- many requests: by concurrency, or by rate -------------------------------------------------
@@ -172,7 +206,8 @@ def memory(ready: Prepared, throughput: float, resident: Sequence[int]) -> Value
         value("host_used", metrics.peak(usage, "host"), "B"),
     ]
     if ready.tiers is not None and resident:
-        on_device = int(most["reserved"]) + ready.copies  # emulated: in the same RAM
+        on_device = int(most["reserved"]) + ready.copies  # on a CPU in the same RAM
+        on_device *= torch.device(ready.device).type == "cpu"
         values.append(value("host_peak", max(0, resident[0] - on_device), "B"))
     return values + over_time(usage)
 
@@ -190,10 +225,14 @@ def over_time(usage: Sequence[Usage]) -> Values:
 def emulated(ready: Prepared, steps: int) -> Values:
     """The three ratios of an emulated run and of its target, and what crossed the link a step.
 
-    steps: decode steps that the run took.
+    Of a real link, bytes and the time of the host's gather. steps: decode steps that the run took.
     """
-    if ready.emulation is None or ready.tiers is None:
+    if ready.tiers is None or (ready.emulation is None and not ready.tiers.link.fetched):
         return []
+    link = ready.tiers.link
+    if ready.emulation is None:
+        gather = value("gather_time", link.gather_time / steps, "s")
+        return [value("bytes_moved", link.fetched / steps, "B"), gather]
     here, there = ready.emulation.ratios(steps)
     pairs = zip(vars(here).items(), vars(there).values(), strict=True)
     values = [
@@ -206,7 +245,7 @@ def emulated(ready: Prepared, steps: int) -> Values:
     ]
     return [
         *values,
-        value("bytes_moved", ready.tiers.link.fetched / steps, "B"),
+        value("bytes_moved", link.fetched / steps, "B"),
         value("target_tokens", ready.emulation.target_tokens, "tokens", "modelled"),
         value("tpot_resident", ready.emulation.resident, "s"),
     ]

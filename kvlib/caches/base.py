@@ -268,6 +268,10 @@ class KVLayer(CacheLayerMixin):
         if min(count) == max(count) and min(lengths) == tokens:
             into[:, :, count[0] : count[0] + tokens] = data
             return
+        if tokens == min(lengths) == 1:
+            rows, slots = torch.arange(len(count)), torch.tensor(count, device=into.device)
+            into[rows.to(into.device), :, slots] = data[:, :, 0] if torch.is_tensor(data) else data
+            return
         for b, (n, new) in enumerate(zip(count, lengths, strict=True)):
             if new:
                 row = data[b, :, tokens - new :] if isinstance(data, Tensor) else data

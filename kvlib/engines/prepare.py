@@ -6,6 +6,7 @@ run as the target machine's are beside an 8B model whose cache is as large besid
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import statistics
@@ -34,6 +35,8 @@ from kvlib.workloads import fixed, requests
 TARGET_SHAPE = "llama-3.1-8b"  # what the target machine serves
 BUDGET = 0.3  # of H2O and InfiniGen, as in the study that is reproduced
 STEPS = 6  # decode steps that tell what one takes
+
+loaded_model = functools.lru_cache(maxsize=1)(load)  # points of one process share the model
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Prepared:
     weights  bytes of the model's weights
     copies   bytes of a second, packed copy of them
     tiers    of a local engine
+    device   where it runs; memory of a "cpu" is the host's too
     """
 
     engine: Engine
@@ -97,6 +101,7 @@ class Prepared:
     copies: int = 0
     tiers: Tiers | None = None
     emulation: Emulation | None = None
+    device: str = "cpu"
 
     def requests(self, lengths: list[tuple[int, int]], when: list[float], seed: int) -> list[Any]:
         """Requests of these lengths and arrivals: text, or random ids for random weights."""
@@ -143,7 +148,7 @@ def prepare(
     """The engine of a strategy. `batch` and `tokens`: of the run that an emulated link is for."""
     if strategy == "vllm":
         return _vllm(model, device, dtype, batch, chunk)
-    loaded = load(model, dtype, device)
+    loaded = loaded_model(model, dtype, device)
     packing = Packing(loaded.model)
     emulation = None
     if fetches(strategy) and torch.device(device).type == "cpu":
@@ -155,7 +160,7 @@ def prepare(
     engine.packing = packing
     weights, vocabulary = tiers.device.fixed, loaded.model.config.get_text_config().vocab_size
     copies = weights if packing.layers else 0
-    return Prepared(engine, weights, vocabulary, loaded.tokenizer, copies, tiers, emulation)
+    return Prepared(engine, weights, vocabulary, loaded.tokenizer, copies, tiers, emulation, device)
 
 
 def _vllm(model: str, device: str, dtype: str, batch: int, chunk: int) -> Prepared:
