@@ -15,6 +15,7 @@ from kvlib.engines.base import Request, Result
 from kvlib.engines.prepare import Prepared, budget_of, fetches, prepare
 from kvlib.measure import Values, value
 from kvlib.metrics import Timing, Usage
+from kvlib.models import shape_of
 from kvlib.peak import resident_peak
 from kvlib.workloads import arrivals, fixed
 
@@ -133,7 +134,7 @@ def serve(
     values += memory(ready, metrics.throughput(whole), resident)
     values += emulated(ready, len({stamp for r in results for stamp in r.stamps[1:]}))
     values.append(value("generated", new, "tokens"))
-    return with_reason(values, ready)
+    return annotated(values, model)
 
 
 def steady(results: Sequence[Result]) -> float:
@@ -251,13 +252,15 @@ def emulated(ready: Prepared, steps: int) -> Values:
     ]
 
 
-def with_reason(values: Values, ready: Prepared) -> Values:
-    """Emulated values with a column `excluded`, where a ratio is not the target's."""
+def annotated(values: Values, model: str) -> Values:
+    """The values with the model's `parameters`, and `excluded` where an emulated ratio is off."""
     found = {v["metric"]: v["value"] for v in values}
     wrong = [
         name for name in ("rho1", "rho2", "rho3")
         if found.get(f"{name}_target") and not 0.5 <= found[name] / found[f"{name}_target"] <= 2
     ]  # fmt: skip
+    size = {"parameters": shape_of(model).parameters}
+    values = [v | size for v in values]
     if not wrong:
         return values
     why = f"{', '.join(wrong)} of the emulated link differ more than 2x from the target's"
@@ -301,7 +304,7 @@ def long_output(
         for p, step in zip(at, steps, strict=True)
     ]
     values += emulated(ready, len(at) * (WINDOW - 1))
-    return with_reason(values, ready)
+    return annotated(values, model)
 
 
 def between(at: Sequence[int], steps: Sequence[float], count: int) -> float:

@@ -44,7 +44,7 @@ def swept(
     )  # fmt: skip
     frame = study.run(
         STORE, points, serving.serve, folder=folder, rows=rows, timed=True,
-        estimate=serving.serve_seconds, limit_seconds=max(LIMIT, settings.limit(name)),
+        estimate=serving.serve_seconds, limit_seconds=max(LIMIT, 2 * settings.limit(name)),
     ).assign(figure=name)  # fmt: skip
     about = {"absent": absent if "vllm" in strategies else None, "target": axes["machine"]}
     frame.attrs |= {"parameters": ["strategy", "batch", "rate"], **about}
@@ -124,12 +124,14 @@ def legend(fig: Figure) -> None:
 
 def told(frame: pd.DataFrame) -> str:
     """What all three figures must say of their rows."""
-    first, repeats = frame.iloc[0], frame["repeat"].nunique()
+    first, runs = frame.iloc[0], frame.groupby("strategy", sort=False)["repeat"].nunique()
+    again = ", ".join(runs.index[runs > 1])
     parts = [
         f"{first['model']}, {first['dtype']}, {first['tokens']:g} tokens in and "
         f"{first['output_tokens']:g} out a request",
-        f"Median and min–max of {repeats} runs at the fewest and the most requests, elsewhere one"
-        if repeats > 1
+        f"Median and min–max of {runs.max()} runs of {again} with the fewest and the most "
+        "requests; one run elsewhere"
+        if again
         else "One run a point",
         *_emulation(frame),
     ]
