@@ -64,13 +64,11 @@ def compare(loaded: Loaded, strategy: str, options: argparse.Namespace) -> None:
             engine.chunk = options.prompt if whole else options.chunk
             for figure, seconds in latencies(engine, asked, options.running).items():
                 found[figure, whole].append(seconds)
-    print(
-        f"\n{strategy}: a long prompt every {every:.1f} s; ms, medians of {options.rounds} rounds"
-    )
+    print(f"\n{strategy}: a long prompt every {every:.1f} s; ms, medians of the rounds")
     for figure in dict.fromkeys(figure for figure, _ in found):
-        chunks, whole = (found[figure, which] for which in (False, True))
-        middle = [f"{1e3 * statistics.median(values):7.1f}" for values in (chunks, whole)]
-        ratio = paired_ratio(whole, chunks).text()
+        both = [found[figure, which] for which in (False, True)]
+        middle = [f"{1e3 * statistics.median(values):7.1f}" for values in both]
+        ratio = paired_ratio(both[1], both[0]).text()
         print(f"  {figure:8s} chunks {middle[0]}, whole {middle[1]}, whole ÷ chunks {ratio}")
 
 

@@ -130,7 +130,9 @@ class Link:
     def _copy(self, tensors: Sequence[Tensor], move: Move, device: torch.device) -> Transfer:
         if self.is_emulated:
             raise ValueError("an emulated link is for a CPU; on a GPU use Link.real()")
-        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
         with torch.cuda.stream(stream):
             arrived = [t.to(device, non_blocking=True) for t in tensors]
             event = torch.cuda.Event()

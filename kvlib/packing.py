@@ -25,7 +25,8 @@ class Packing:
     """A model whose linear layers multiply with packed weights inside a `with` block.
 
     `layers` is the number of layers packed, 0 where this machine cannot. The copies are made once,
-    and live as long as this object; weights that change meanwhile are not seen.
+    and live as long as this object; weights that change meanwhile are not seen, nor is an input
+    that changes between the layers that read it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,6 +41,7 @@ class Packing:
         return len(self._forwards)
 
     def __enter__(self) -> Packing:
+        self._before = {module: module.__dict__.get("forward") for module in self._forwards}
         for module, forward in self._forwards.items():
             module.forward = forward
         return self
@@ -50,8 +52,10 @@ class Packing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for module in self._forwards:
+        for module, before in self._before.items():
             module.__dict__.pop("forward", None)
+            if before is not None:
+                module.forward = before
 
 
 def _groups(model: nn.Module) -> list[list[nn.Linear]]:
@@ -67,6 +71,8 @@ def _groups(model: nn.Module) -> list[list[nn.Linear]]:
 
 
 def _fits(layer: nn.Linear) -> bool:
+    if "forward" in vars(layer):  # somebody else's
+        return False
     weight = layer.weight
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.device.type == "cpu" and bool(half or weight.dtype == torch.float32)

@@ -36,10 +36,11 @@ def sweep(
     """The points of 02 to 04: all requests at once, and `requests` that arrive at a rate.
 
     Between the fewest and the most at once, by rate, and of the strategies in ONCE, a run is
-    measured once; offload, whose steps take seconds, not with the most at once. `more`: the other
-    arguments of `serve`.
+    measured once; `full` only with the fewest and the most, `offload`, whose steps take seconds,
+    with the fewest. `more`: the other arguments of `serve`.
     """
-    ends = (min(batches, default=0), max(batches, default=0))
+    ends = {b for b in batches if b in (min(batches), max(batches))}
+    where = {"full": ends, "offload": {min(batches, default=0)}}
     by_batch: list[dict[str, Any]] = [
         {"batch": b, "rate": None, "requests": b, "repeat": r}
         for r in range(repeats) for b in batches if r == 0 or b in ends
@@ -49,9 +50,7 @@ def sweep(
         {"strategy": s, "budget": budget_of(s), **at, **more, "seed": seed + at["repeat"]}
         for at in [*by_batch, *by_rate]
         for s in strategies
-        if at["repeat"] == 0 or s not in ONCE
-        if s not in ("full", "offload") or not at["rate"]
-        if s != "offload" or at["batch"] != ends[1] or len(batches) == 1
+        if at["batch"] in where.get(s, {at["batch"]}) and (at["repeat"] == 0 or s not in ONCE)
     ]
 
 
@@ -84,7 +83,7 @@ def serve_seconds(point: Mapping[str, Any]) -> float:
     if point["rate"]:
         return float(6 + count / point["rate"] + new * step)
     if point["strategy"] in slow:
-        new = min(new, STEADY + 1 + read // point["chunk"])
+        new = min(new, sampled(count, point["tokens"], point["chunk"]))
         step += slow[point["strategy"]] * count
     return float(4 + 8 * (point["strategy"] == "vllm") + 1.15e-3 * read + new * step)
 
@@ -105,7 +104,7 @@ def output_seconds(point: Mapping[str, Any]) -> float:
 
 def serve(
     *, strategy: str, tokens: int, output_tokens: int, requests: int, model: str, device: str,
-    seed: int, batch: int | None = None, rate: float | None = None, chunk: int = 2048,
+    seed: int, batch: int | None = None, rate: float | None = None, chunk: int = 4096,
     dtype: str = "float32", machine: str = "h100-sxm",
     limit_ttft: float = math.inf, limit_tpot: float = math.inf, **_: Any,
 ) -> Values:  # fmt: skip
@@ -116,8 +115,9 @@ def serve(
     to go on like these. `limit_ttft`, `limit_tpot`: seconds that goodput allows.
     """
     together, new = batch or requests, output_tokens
-    if fetches(strategy) and torch.device(device).type == "cpu" and not rate:
-        new = min(output_tokens, STEADY + 1 + math.ceil(requests * tokens / chunk))
+    emulates = fetches(strategy) and torch.device(device).type == "cpu"
+    if emulates and requests <= together and not rate:
+        new = min(output_tokens, sampled(requests, tokens, chunk))
     ready = prepare(
         strategy, model, device, dtype,
         batch=together, tokens=tokens + output_tokens // 2, chunk=chunk, machine=machine,
@@ -137,11 +137,18 @@ def serve(
     return annotated(values, model)
 
 
+def sampled(requests: int, tokens: int, chunk: int) -> int:
+    """Tokens that each request generates, so that STEADY steps have all of them in."""
+    if tokens > chunk:
+        return STEADY + 1 + requests * math.ceil(tokens / chunk)
+    return STEADY + 1 + math.ceil(requests / (chunk // tokens))
+
+
 def steady(results: Sequence[Result]) -> float:
     """Seconds of a decode step while all requests run: the median; NaN if there is none."""
     begin, end = max(r.stamps[0] for r in results), min(r.stamps[-1] for r in results)
     stamps = [t for t in results[0].stamps if begin <= t <= end]
-    return statistics.median(np.diff(stamps)) if len(stamps) > 1 else math.nan
+    return float(statistics.median(np.diff(stamps))) if len(stamps) > 1 else math.nan
 
 
 def extended(result: Timing, steps: int, step: float) -> Timing:
@@ -201,6 +208,7 @@ def memory(ready: Prepared, throughput: float, resident: Sequence[int]) -> Value
     values += [
         value(f"throughput_per_gb_{which}", throughput / (amount / GB), "tokens/s/GB", source)
         for which, amount in most.items()
+        if amount
     ]
     values += [
         value("waste", metrics.waste_at_peak(usage), "B"),
@@ -228,7 +236,8 @@ def emulated(ready: Prepared, steps: int) -> Values:
 
     Of a real link, bytes and the time of the host's gather. steps: decode steps that the run took.
     """
-    if ready.tiers is None or (ready.emulation is None and not ready.tiers.link.fetched):
+    idle = ready.emulation is None and ready.tiers is not None and not ready.tiers.link.fetched
+    if ready.tiers is None or idle or not steps:
         return []
     link = ready.tiers.link
     if ready.emulation is None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import kvlib
 from kvlib.decoding import decode_text, parse, perplexity, rolling_loglikelihood
-from kvlib.emulation import bandwidth_for, target_ratios
+from kvlib.emulation import bandwidth_for, link_like, target_ratios
 from kvlib.hardware import MACHINES
 from kvlib.shapes import SHAPES
 
@@ -92,6 +92,8 @@ def test_the_first_ratio_is_the_target_s() -> None:
     assert whole.rho3 == pytest.approx(5 * target.rho3)
     with pytest.raises(ValueError, match="step"):
         bandwidth_for(1.0, kv, 0.0)
+    link = link_like(MACHINES["h100-sxm"], target.rho1, kv, step)
+    assert 0.2 * kv / link.gather / step == pytest.approx(target.rho3)
 
 
 @pytest.mark.slow

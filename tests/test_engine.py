@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvlib.caches import KVCache
 from kvlib.caches.blocks import PoolExhausted
 from kvlib.caches.paged import PagedCache
 from kvlib.engines import LocalEngine, Request, Result
@@ -20,6 +22,7 @@ from kvlib.tiers import DeviceOutOfMemory, Tier, Tiers
 
 Tiny = Callable[..., PreTrainedModel]
 EOS = 2
+CHUNKS = st.integers(1, 30) | st.integers(30, 150)  # for parts of a prompt, for several at once
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def check_left(engine: LocalEngine) -> None:
 
 
 @settings(max_examples=10)
-@given(requests=greedy(), chunk=st.integers(1, 30), max_batch=st.integers(1, 4))
+@given(requests=greedy(), chunk=CHUNKS, max_batch=st.integers(1, 4))
 @pytest.mark.parametrize("strategy", ["full", "offload"])
 def test_exact_strategies_give_what_transformers_gives(
     model: PreTrainedModel,
@@ -100,7 +103,7 @@ def test_exact_strategies_give_what_transformers_gives(
 @settings(max_examples=15)
 @given(
     requests=greedy(),
-    chunk=st.integers(1, 30),
+    chunk=CHUNKS,
     max_batch=st.integers(1, 6),
     blocks=st.integers(8, 16),  # a request needs up to 8
     share=st.booleans(),
@@ -149,7 +152,7 @@ LOSSY: list[tuple[str, dict[str, Any]]] = [
 
 
 @settings(max_examples=6)
-@given(requests=greedy(), chunk=st.integers(1, 30), max_batch=st.integers(2, 4))
+@given(requests=greedy(), chunk=CHUNKS, max_batch=st.integers(2, 4))
 @pytest.mark.parametrize(("strategy", "knobs"), LOSSY)
 def test_other_strategies_give_what_the_request_gets_alone(
     model: PreTrainedModel,
@@ -164,6 +167,129 @@ def test_other_strategies_give_what_the_request_gets_alone(
     assert [r.tokens for r in results] == [engine.run([r])[0].tokens for r in requests]
     check_times(results, requests)
     check_left(engine)
+
+
+class Watched(LocalEngine):
+    """Notes the lengths of the texts that each forward begins to read."""
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        self.read: list[list[int]] = []
+        return super().run(requests)
+
+    def forward(self, cache: KVCache, ids: Sequence[Sequence[int]]) -> Tensor:
+        if not cache.timeline.seen:
+            self.read.append([len(row) for row in ids])
+        return super().forward(cache, ids)
+
+
+LENGTHS = [5, 11, 1, 8, 3]  # of prompts that are read together
+
+
+@pytest.mark.parametrize("strategy", ["full", "paged", "offload"])
+def test_short_prompts_are_read_together(
+    model: PreTrainedModel, plain: Callable[[Request], list[int]], strategy: str
+) -> None:
+    requests = [Request(text(n, seed=n), 7, stop=(EOS,)) for n in LENGTHS]
+    engine = Watched(model, strategy, chunk=1000)
+    results = engine.run(requests)
+    assert engine.read == [LENGTHS]
+    assert [result.tokens for result in results] == [plain(request) for request in requests]
+    assert len({result.stamps[0] for result in results}) == 1
+    check_times(results, requests)
+    check_left(engine)
+
+
+@pytest.mark.parametrize(("strategy", "knobs"), LOSSY)
+def test_prompts_read_together_are_evicted_as_alone(
+    model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
+) -> None:
+    requests = [Request(text(n, seed=n), 7) for n in LENGTHS]
+    engine = Watched(model, strategy, chunk=1000, **knobs)
+    results = engine.run(requests)
+    assert engine.read == [LENGTHS]
+    assert [r.tokens for r in results] == [engine.run([r])[0].tokens for r in requests]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "more", "read"),
+    [
+        (55, {}, [LENGTHS]),  # five rows of 11, pads included
+        (54, {}, [LENGTHS[:4], LENGTHS[4:]]),
+        (22, {}, [[5, 11], [1, 8], [3]]),
+        (10, {}, [[5], [10], [1], [8], [3]]),  # a longer one is read in parts, by itself
+        (55, {"max_batch": 3}, [LENGTHS[:3], [8], [3]]),  # when one of those before has ended
+        (55, {"share_prefixes": True}, [[n] for n in LENGTHS]),  # each begins elsewhere
+        (55, {"blocks": 8}, [[5, 11, 1, 8], [3]]),
+    ],
+)
+def test_who_is_read_together(
+    model: PreTrainedModel, chunk: int, more: dict[str, Any], read: list[list[int]]
+) -> None:
+    """As many as their pads and all fit into a chunk, the batch and the pool."""
+    requests = [Request(text(n, seed=n), 2 + place) for place, n in enumerate(LENGTHS)]
+    engine = Watched(model, "paged", chunk=chunk, **{"block": 4, "blocks": 40} | more)
+    results = engine.run(requests)
+    assert engine.read == read
+    assert [len(result.tokens) for result in results] == [r.max_new_tokens for r in requests]
+    check_left(engine)
+
+
+def test_what_is_drawn_is_often_read_together(model: PreTrainedModel) -> None:
+    """About as many examples as the tests above draw in all."""
+    most: list[int] = []
+
+    @settings(max_examples=50, derandomize=True, database=None)
+    @given(requests=greedy(), chunk=CHUNKS, max_batch=st.integers(1, 4))
+    def look(requests: list[Request], chunk: int, max_batch: int) -> None:
+        engine = Watched(model, "full", chunk=chunk, max_batch=max_batch)
+        engine.run(requests)
+        most.append(max(len(lengths) for lengths in engine.read))
+
+    look()
+    assert sum(rows > 1 for rows in most) >= 5
+
+
+USAGE: list[tuple[str, dict[str, Any]]] = [
+    ("full", {}), ("paged", {"block": 4, "blocks": 40}), ("offload", {}), *LOSSY
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "knobs"), USAGE)
+def test_usage_is_recorded_to_the_end(
+    model: PreTrainedModel, strategy: str, knobs: dict[str, Any]
+) -> None:
+    requests = [Request(text(9 + n, seed=n), 4 + 2 * n) for n in range(3)]
+    engine = LocalEngine(model, strategy, chunk=1000, max_batch=2, **knobs)
+    for _ in range(2):  # it is the last run's alone
+        engine.run(requests)
+        usage = engine.usage
+        assert all(0 <= moment.used <= moment.held for moment in usage)
+        assert [m.at for m in usage] == sorted(m.at for m in usage)
+        assert max(moment.used for moment in usage) > 0
+        assert max(moment.running for moment in usage) == 2
+        assert max(moment.waiting for moment in usage) == 1
+        assert (max(m.host for m in usage) > 0) == (strategy in ("offload", "infinigen"))
+        last = usage[-1]
+        assert (last.running, last.waiting, last.used, last.held, last.host) == (0, 0, 0, 0, 0)
+    if strategy == "paged":  # when the first one ends, after three steps of both
+        a_token = 2 * 3 * 2 * 8 * 4
+        assert a_token * (9 + 3 + 10 + 3) in {moment.used for moment in usage}
+
+
+def test_what_a_pool_reserves_and_finds_again(model: PreTrainedModel) -> None:
+    block = 4 * 2 * 3 * 2 * 8 * 4  # bytes of four tokens in three layers
+    engine = LocalEngine(model, "paged", share_prefixes=True, block=4, blocks=40)
+    assert engine.reserved == 40 * block
+    assert LocalEngine(model, "full").reserved == 0
+    same, other = Request(text(17, seed=1), 3), Request(text(17, seed=2), 3)
+    first = engine.run([same, other])
+    assert engine.prefix_hits == 0
+    assert max(moment.held for moment in engine.usage) <= engine.reserved
+    again = engine.run([same, Request([*same.prompt[:9], 3, 4], 3)])
+    assert engine.prefix_hits == 16 + 8  # whole blocks, and the last token is always read
+    assert again[0].tokens == first[0].tokens
+    engine.run([Request(text(17, seed=5), 1)])
+    assert engine.prefix_hits == 0
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,27 @@ def test_transfers_queue_and_are_counted() -> None:
     assert (link.fetched, link.trace) == (0, [])
 
 
+def test_an_emulated_host_picks_beside_the_computation() -> None:
+    """Who gathers goes on at once; the transfer behind it waits for the host, and no other does."""
+    link = Link.emulated(1e6, latency=0.0, gather=1e6)
+    before = time.perf_counter()
+    with link.gathering(300_000):
+        pass
+    with link.gathering(200_000):  # one host: the second after the first
+        pass
+    assert link.gather_time == pytest.approx(0.5, rel=1e-3)
+    link.fetch([torch.zeros(1)], CPU, layer=1, nbytes=1000)
+    link.fetch([torch.zeros(1)], CPU, layer=2, nbytes=1000)
+    one, two = link.trace
+    assert one.start >= before + 0.5
+    assert two.start == one.end
+    link.reset()
+    link.fetch([torch.zeros(1)], CPU, layer=1, nbytes=1000)
+    assert link.trace[0].start < one.start  # nothing is left over
+    with pytest.raises(ValueError, match="gather"):
+        Link.emulated(1e6, gather=0.0)
+
+
 def test_whoever_needs_the_data_waits_until_the_deadline() -> None:
     link = Link.emulated(1e8)
     transfer = link.fetch([torch.zeros(250_000)], CPU, 0)  # 10 ms

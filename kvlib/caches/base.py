@@ -270,7 +270,8 @@ class KVLayer(CacheLayerMixin):
             return
         if tokens == min(lengths) == 1:
             rows, slots = torch.arange(len(count)), torch.tensor(count, device=into.device)
-            into[rows.to(into.device), :, slots] = data[:, :, 0] if torch.is_tensor(data) else data
+            newest = data[:, :, 0].to(into.device) if isinstance(data, Tensor) else data
+            into[rows.to(into.device), :, slots] = newest
             return
         for b, (n, new) in enumerate(zip(count, lengths, strict=True)):
             if new:

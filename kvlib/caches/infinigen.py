@@ -145,8 +145,9 @@ class InfiniGen(HostLayer, EvictingLayer):
         self.fetched_count = self.wanted(scores)
         best = scores.amax(dim=2)  # over the group
         self.chosen = best.topk(max(self.fetched_count), dim=-1).indices  # [B, Hkv, n]
+        picked = self.chosen.cpu()  # waits for the device, which is no part of the gather
         with self.tiers.link.gathering(self._bytes(sum(self.fetched_count))):
-            rows = [self._gather(self.slots[name], self.chosen) for name in KV]
+            rows = [self._gather(self.slots[name], picked) for name in KV]
         self.transfer = self._fetch(rows, self.fetched_count)
 
     def forecast(self, query: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class InfiniGen(HostLayer, EvictingLayer):
         """Rows of stored [B, Hkv, S, D] by slots [B, Hkv, n], and a spare: [B, Hkv, n+1, D]."""
         batch, heads, n = slots.shape
         first = torch.arange(batch * heads)[:, None] * stored.shape[2]
-        where = torch.cat([first + slots.cpu().view(batch * heads, n), first], dim=1).view(-1)
+        where = torch.cat([first + slots.view(batch * heads, n), first], dim=1).view(-1)
         pin = self.device.type == "cuda"
         rows = torch.empty(len(where), stored.shape[3], dtype=stored.dtype, pin_memory=pin)
         torch.index_select(stored.view(-1, stored.shape[3]), 0, where, out=rows)

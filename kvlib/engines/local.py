@@ -22,8 +22,10 @@ from kvlib.caches import KVCache, KVLayer, PagedCache, make_cache
 from kvlib.caches.base import one_of
 from kvlib.caches.blocks import PoolExhausted
 from kvlib.engines.base import Progress, Request, Result, refuse_unservable
+from kvlib.memory import kv_bytes
 from kvlib.metrics import Usage
 from kvlib.packing import Packing
+from kvlib.shapes import Shape
 from kvlib.tiers import DeviceOutOfMemory, Tiers
 
 GAP = 0.1  # seconds between two looks at the memory, at least
@@ -195,9 +197,9 @@ class _Run:
             blocks = sum(-(-len(one.text) // pool.block) for one in group)
             return blocks + len(self.running) <= pool.available
         free, rows = self.engine.tiers.device.free, [*self.running, *group]
-        if free is None or not self.running:  # what a token takes is not known yet: one by one
-            return free is None
         longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in rows)
+        if free is None or not self.running:  # what a token takes is not known yet: at most this
+            return free is None or 2 * len(rows) * longest * _token_bytes(self.engine.model) <= free
         text = len(group) * max(len(one.text) for one in group)
         return _growth(self.cache, len(rows), longest, text) <= free
 
@@ -237,6 +239,7 @@ class _Run:
             return
         if cache.timeline.pending:
             return
+        self._look(forced=any(sequence.finished for sequence in self.reading))
         done, self.reading, self.fresh = self.reading, [], None
         going = _keep_going(cache, done)
         if going and self.running:
@@ -314,6 +317,11 @@ def _keep_going(cache: KVCache, sequences: Sequence[Progress]) -> list[Progress]
     elif len(rows) < len(sequences):
         cache.batch_select_indices(torch.tensor(rows))
     return [sequences[row] for row in rows]
+
+
+def _token_bytes(model: PreTrainedModel) -> int:
+    """Keys and values of one token in all layers."""
+    return int(kv_bytes(Shape.from_config(model.config), 1)) // 2 * model.dtype.itemsize
 
 
 def _growth(cache: KVCache, rows: int, longest: int, text: int) -> float:
