@@ -189,6 +189,24 @@ def test_every_forward_comes_back(tiny: Tiny) -> None:
     assert untouched(model)
 
 
+def test_a_block_within_another_and_a_forward_of_somebody_else(tiny: Tiny) -> None:
+    model = tiny("llama")
+    layer = next(iter(linears(model)))
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    try:
+        packed = Packing(model)
+        assert packed.layers == len(linears(model)) - 1
+        assert "forward" in vars(layer)
+    finally:
+        del layer.forward
+    outer, inner = Packing(model), Packing(model)
+    with outer:
+        with inner:
+            pass
+        assert not untouched(model)  # the outer one goes on
+    assert untouched(model)
+
+
 def test_the_engine_leaves_the_model_as_it_was(tiny: Tiny) -> None:
     model = tiny("llama")
     engine = LocalEngine(model, "paged", packed=True, block=4, blocks=4)
