@@ -39,7 +39,7 @@ class LocalEngine:
     chunk           prompt tokens that are read between two decode steps, of one request or several
     preemption      how a paged sequence leaves a full pool: "swap" to the host, or "recompute"
     share_prefixes  do not read again what the pool of a paged cache knows of a prompt
-    packed          multiply with packed weights, see `kvlib.packing`: faster on many CPUs
+    packed          multiply with packed weights, see `kvlib.packing`: on some CPUs faster
     knobs           the strategy's parameters, as for `make_cache`
 
     Raises ValueError for a parameter out of range.
