@@ -21,7 +21,8 @@ from tqdm import tqdm
 from kvlib.attachment import attach
 from kvlib.bundled import BUNDLED, bundled_folder
 from kvlib.caches import KVCache, find_strategy
-from kvlib.scoring import CHUNK, Pair, Policy, Scorer
+from kvlib.policy import Policy
+from kvlib.scoring import CHUNK, Pair, Scorer
 
 BATCH = 32  # continuations at a time where lm-eval is asked to find out
 
@@ -35,7 +36,7 @@ class KVLM(HFLM):  # type: ignore[misc]
     pretrained  "smollm2" (bundled), a folder or a hub id, or a loaded model
     strategy    a name, or "path.py:Class"
     budget      share of the tokens, or a number of them; for strategies that keep all: none
-    mode        how continuations are fed, see `kvlib.scoring`; generation reads a prompt like
+    mode        how continuations are fed, see `kvlib.policy`; generation reads a prompt like
                 "decode" unless the mode is "streaming"
     truncation  cut what is longer than the model from the left, as lm-eval does, not refuse it
     arguments   further parameters of the strategy, such as recent=0.3, and of lm-eval's HFLM
@@ -48,7 +49,7 @@ class KVLM(HFLM):  # type: ignore[misc]
         pretrained: Any = BUNDLED,
         strategy: str = "full",
         budget: float | str | None = None,
-        mode: str = "",
+        mode: str = "decode",
         truncation: bool = False,
         **arguments: Any,
     ) -> None:

@@ -167,7 +167,8 @@ def _paired(frame: pd.DataFrame) -> pd.DataFrame:
     return table.assign(
         own=table["correct"], full=table["correct_full"], chance=table["guess"],
         same=table["choice"].eq(table["choice_full"]).astype(float),
-        at_chance=table["task"].isin(at_chance(frame)), own_ll=table["loglikelihood"], full_ll=table["loglikelihood_full"],
+        at_chance=table["task"].isin(at_chance(frame)),
+        own_ll=table["loglikelihood"], full_ll=table["loglikelihood_full"],
     )  # fmt: skip
 
 

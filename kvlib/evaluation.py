@@ -21,11 +21,13 @@ from kvlib.caches.recording import Recording
 from kvlib.measure import Values, value
 from kvlib.models import load
 from kvlib.oracle import oracle_scores
-from kvlib.scoring import Pair, Policy, Score
+from kvlib.policy import Policy
+from kvlib.scoring import Pair, Score
 from kvlib.tasks import Question, questions, source_of
 
 ORACLE = "h2o-oracle"  # the masked simulation of the public H2O code
 EXACT = 1e-3  # nats that a log-likelihood may differ from lm-eval's own, in float32
+ROOM = 20_000  # tokens of contexts whose readings are kept: of the bundled model 0.1 MB each
 LEAST_KEPT = 4  # tokens; what is answered from fewer says nothing about a strategy
 
 
@@ -50,18 +52,19 @@ def settings(strategies: Sequence[str], budgets: Sequence[float]) -> list[dict[s
 
 
 def grid(
-    tasks: Sequence[str], chosen: Sequence[Mapping[str, Any]], *, count: int, block: int,
+    counts: Mapping[str, int], chosen: Sequence[Mapping[str, Any]], *, block: int,
     last: int | None = None, data: str = "auto", **more: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The points: `count` questions a task, `block` at a time, under all `chosen` settings.
+    """The points: so many questions of each task, `block` at a time, under all `chosen` settings.
 
     last  stop after as many questions, though they are chosen with all the others
     more  the other arguments of `answer`
 
     Raises ValueError for a task that cannot be had.
     """
-    points, end = [], min(last or count, count)
-    for task in tasks:
+    points = []
+    for task, count in counts.items():
+        end = min(last or count, count)
         source = source_of(task, data)
         about = {"data": source.name, "licence": source.licence, "revision": source.revision}
         about |= {"note": source.note} if source.note else {}
@@ -150,10 +153,12 @@ def _lm(model: str, device: str) -> KVLM:
     loaded = load(model, "float32", device)
     if loaded.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, and reads no text: choose another model")
-    return KVLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=32)
+    lm = KVLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=160)
+    lm.scorer.room = ROOM
+    return lm
 
 
-@functools.lru_cache(maxsize=1)  # the readings take a gigabyte
+@functools.lru_cache(maxsize=1)  # the readings take gigabytes
 def _block(
     model: str, device: str, task: str, shots: int, first: int, block: int, count: int, seed: int,
     source_kind: str,

@@ -2,32 +2,28 @@
 
 A context is read with exact attention but for its last token, and the strategy acts: only then
 its last token and the continuation are fed, so that even an answer of one token is given under
-the strategy. The reading is shared by all continuations, strategies and budgets (`recording`).
-
-mode "decode"     one token at a time; evicts, or fetches, at every step
-mode "block"      the continuation in one forward, without eviction inside: faster, nearly the same
-mode "streaming"  the context is read under the budget too, in chunks, by each strategy for itself
+the strategy, in one of the ways that `kvlib.policy` lists. All continuations, strategies and
+budgets share the reading (`kvlib.caches.recording`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvlib.attachment import attach
-from kvlib.caches import InfiniGen, KVCache, find_strategy, make_cache
-from kvlib.caches.base import one_of
+from kvlib.caches import InfiniGen, KVCache
 from kvlib.caches.recording import Recording, recorder
-from kvlib.caches.timeline import Timeline
-from kvlib.tiers import Tiers
+from kvlib.policy import Policy
 
-MODES = ("decode", "block", "streaming")
+CROWDED = 0.7  # share of a batch's rows that are not done, at which the others leave
+COMMON = 16  # tokens that contexts must share to be worth a forward
 CHUNK = 64  # tokens of a context at a time in mode "streaming"
 
 Tokens = tuple[int, ...]
@@ -68,56 +64,6 @@ class Score:
     share: float
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A strategy with its parameters, and how continuations are fed to it (see above).
-
-    Raises ValueError for an unknown strategy, mode or parameter, or one out of range.
-    """
-
-    strategy: str
-    knobs: dict[str, Any] = field(default_factory=dict)
-    mode: str = "decode"
-
-    def __post_init__(self) -> None:
-        one_of("mode", self.mode, MODES)
-        layer = find_strategy(self.strategy)
-        known = inspect.signature(layer).parameters.keys() - {"timeline", "tiers"}
-        if unknown := sorted(self.knobs.keys() - known):
-            has = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{self.strategy} has no parameter {', '.join(unknown)}; it has {has}")
-        layer(Timeline(), Tiers(), **self.knobs)
-        if self.mode == "block" and issubclass(layer, InfiniGen):
-            raise ValueError(
-                f"{self.strategy} fetches for one token at a time: use mode 'decode', not 'block'"
-            )
-
-    @classmethod
-    def at(
-        cls, strategy: str, budget: float | str | None = None, mode: str = "", **knobs: Any
-    ) -> Policy:
-        """A strategy at a budget, whatever it calls that; without a mode the fastest fair one.
-
-        InfiniGen fetches up to the budget at each step; what keeps everything takes none.
-        """
-        layer = find_strategy(strategy)
-        has = inspect.signature(layer).parameters
-        if budget is not None:
-            if "cap" in has:
-                knobs = {"alpha": "inf", "cap": budget} | knobs
-            elif "budget" in has:
-                knobs = {"budget": budget} | knobs
-            else:
-                raise ValueError(f"{strategy} keeps every token: leave out the budget")
-        return cls(strategy, knobs, mode or ("decode" if issubclass(layer, InfiniGen) else "block"))
-
-    def cache(self, model: PreTrainedModel) -> KVCache:
-        """A fresh cache; one that reads in chunks evicts after each, where it has the choice."""
-        has = inspect.signature(find_strategy(self.strategy)).parameters
-        more = {"evict": "chunk"} if self.mode == "streaming" and "evict" in has else {}
-        return make_cache(self.strategy, model, **{**self.knobs, **more})
-
-
 class Scorer:
     """Scores pairs with a model that is attached meanwhile.
 
@@ -154,12 +100,28 @@ class Scorer:
         for n in order:
             prefix = pairs[n].prefix
             crowded = (len(prefixes | {prefix})) * len(prefix) > self.room
-            if not groups or crowded or not pairs[groups[-1][0]].prefix:
+            if not groups or crowded or bool(prefix) != bool(pairs[groups[-1][0]].prefix):
                 groups.append([])
                 prefixes = set()
             groups[-1].append(n)
             prefixes.add(prefix)
         return groups
+
+    def predicted(self, pairs: Sequence[Pair], policies: Sequence[Policy]) -> int:
+        """Tokens that scoring all pairs under all policies feeds the model, pads left out.
+
+        Each group's contexts once, and once what they have in common; in mode "streaming" each
+        context for itself. Each pair's continuation once a policy.
+        """
+        alone = sum(map(len, _unique(pairs)))
+        streaming = sum(policy.mode == "streaming" for policy in policies)
+        shared = 0
+        for group in self.groups(pairs) if streaming < len(policies) else ():
+            prefixes = _unique([pairs[n] for n in group])
+            common = _common(prefixes)
+            shared += common + sum(len(prefix) - common for prefix in prefixes)
+        continuations = sum(len(pair.fed) for pair in dict.fromkeys(pairs))
+        return shared + streaming * alone + len(policies) * continuations
 
     def scores(self, pairs: Sequence[Pair], policy: Policy) -> Iterator[tuple[int, Score]]:
         """The number and the score of each pair, in the order in which they are found."""
@@ -171,14 +133,25 @@ class Scorer:
 
     @torch.inference_mode()
     def read(self, pairs: Sequence[Pair]) -> Recording | None:
-        """Read the contexts of a group, each once; None where they have but one token."""
+        """Read the contexts of a group, what is equal once; None where they have but one token."""
         prefixes = _unique(pairs)
         if not prefixes[0]:
             return None
-        ids, mask = _left_padded(prefixes, self.model.device)
-        cache = recorder(self.model)
+        common, cache = _common(prefixes), recorder(self.model)
         with attach(self.model):
-            self.model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+            if not common:
+                return self._read(cache, prefixes)
+            start = self._read(cache, [prefixes[0][:common]])
+            cache = cache.fork([0] * len(prefixes))
+            rest = [prefix[common:] for prefix in prefixes]
+            return self._read(cache, rest).behind(start)
+
+    def _read(self, cache: KVCache, texts: Sequence[Tokens]) -> Recording:
+        """What the rows of a cache of Recorders learn from these texts, unequal in length."""
+        ids, mask = _left_padded(texts, self.model.device)
+        before = mask.new_ones(len(texts), cache.get_seq_length())
+        whole = torch.cat([before, mask], dim=1)
+        self.model(ids, attention_mask=whole, past_key_values=cache, logits_to_keep=1)
         self.processed += int(mask.sum())
         return Recording.of(cache)
 
@@ -191,7 +164,7 @@ class Scorer:
         recording: of `read(pairs)`; not looked at in mode "streaming".
         """
         prefixes, unique = _unique(pairs), list(dict.fromkeys(pairs))
-        unique.sort(key=lambda pair: len(pair.continuation))
+        unique.sort(key=lambda pair: -len(pair.continuation))
         found: dict[Pair, Score] = {}
         with attach(self.model):
             if policy.mode == "streaming":
@@ -241,17 +214,22 @@ class Scorer:
                 yield from ([pair] for pair in some)
 
     def _decode(self, cache: KVCache, pairs: Sequence[Pair]) -> list[Score]:
-        """A token a step; a row that is done goes on with its last token, which nobody reads."""
+        """A token a step, the longest pairs first; rows that are done leave, some at a time."""
         ids, targets, real = _right_padded(pairs, self.model.device)
         start = torch.tensor([[len(pair.prefix)] for pair in pairs], device=ids.device)
-        parts, held = [], []
+        logs, greedy = torch.zeros(ids.shape, device=ids.device), torch.ones_like(real)
+        rows, active = len(pairs), real.sum(dim=0).tolist()
         for step in range(ids.shape[1]):
+            if active[step] <= CROWDED * rows:
+                rows = active[step]
+                cache.batch_select_indices(torch.arange(rows))
             now = slice(step, step + 1)
-            out = self.model(ids[:, now], past_key_values=cache, position_ids=start + step)
-            parts.append(_judged(out.logits, targets[:, now]))
-            held += [attended(cache)] if not step else []
-        logs, greedy = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        return _scores(logs, greedy, real, held[0], [len(p.prefix) + 1 for p in pairs])
+            at = start[:rows] + step
+            out = self.model(ids[:rows, now], past_key_values=cache, position_ids=at)
+            logs[:rows, now], greedy[:rows, now] = _judged(out.logits, targets[:rows, now])
+            if not step:
+                held = attended(cache)
+        return _scores(logs, greedy, real, held, [len(p.prefix) + 1 for p in pairs])
 
     def _block(self, cache: KVCache, pairs: Sequence[Pair]) -> list[Score]:
         """All tokens in one forward, which sees what the cache kept of the context."""
@@ -265,18 +243,6 @@ class Scorer:
         out = self.model(ids, attention_mask=whole, past_key_values=cache)
         logs, greedy = _judged(out.logits, targets)
         return _scores(logs, greedy, mask.bool(), held, [len(p.prefix) for p in pairs])
-
-
-def predicted_tokens(pairs: Sequence[Pair], policies: Sequence[Policy]) -> int:
-    """Tokens that scoring all pairs under all policies feeds the model, pads left out.
-
-    Each context once, for itself in mode "streaming"; each pair's continuation once a policy.
-    """
-    contexts = sum(map(len, _unique(pairs)))
-    continuations = sum(len(pair.fed) for pair in dict.fromkeys(pairs))
-    streaming = sum(policy.mode == "streaming" for policy in policies)
-    shared = contexts if streaming < len(policies) else 0
-    return shared + streaming * contexts + len(policies) * continuations
 
 
 def attended(cache: KVCache) -> Tensor:
@@ -294,6 +260,18 @@ def _parts(sequence: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 def _unique(pairs: Sequence[Pair]) -> list[Tokens]:
     return list(dict.fromkeys(pair.prefix for pair in pairs))
+
+
+def _common(prefixes: Sequence[Tokens]) -> int:
+    """How many tokens all of several contexts begin with, if they are worth a forward of their own.
+
+    Of each at least one token is left to be read.
+    """
+    if len(prefixes) < 2:
+        return 0
+    equal = takewhile(lambda column: len(set(column)) == 1, zip(*prefixes, strict=False))
+    common = min(sum(1 for _ in equal), min(map(len, prefixes)) - 1)
+    return common if common >= COMMON else 0
 
 
 def _left_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -112,10 +112,11 @@ def questions(
 ) -> list[Question]:
     """The first `count` documents of the scored split in an order that `seed` shuffles.
 
-    So a longer run asks a shorter one's questions too. Few-shot examples are lm-eval's draw, with
-    the same seed, from its few-shot split less the chosen documents. Source: `source_of`, whose
-    ValueErrors it raises. Also ValueError for more documents than there are, and for tasks that
-    are not scored by log-likelihoods, except the generated, which need tokenizer_folder and length.
+    So a longer run asks a shorter one's questions too. All get the same few-shot examples, which
+    are lm-eval's draw with that seed from its few-shot split less the chosen documents. Source:
+    `source_of`, whose ValueErrors it raises. Also ValueError for more documents than there are, and
+    for tasks not scored by log-likelihoods, except the generated: these need tokenizer_folder and
+    length.
     """
     _refuse_unsafe([task], confirm_run_unsafe_code)
     kind = source_of(task, data).kind
@@ -129,8 +130,11 @@ def questions(
         if len(rest) <= shots:
             raise ValueError(f"{task}: {len(rest)} other questions are too few for {shots} shots")
         definition.sampler.replace_df(rest)
-    definition.set_fewshot_seed(seed)
-    return [_question(task, definition, item, docs[item], shots) for item in chosen]
+    found = []
+    for item in chosen:
+        definition.set_fewshot_seed(seed)  # so that each draw is the same
+        found.append(_question(task, definition, item, docs[item], shots))
+    return found
 
 
 def evaluation_tasks(

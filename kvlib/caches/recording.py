@@ -2,6 +2,7 @@
 
 What a strategy does with a prompt depends on the keys, values, queries and column mass of exact
 attention. Recorded once, they stand in for the forward in every cache that would have read it.
+What several contexts begin with is read once too: `Recording.behind`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from kvlib.tiers import Tiers
 
 @dataclass(frozen=True)
 class Reading:
-    """What one layer's exact attention over a prompt of B rows left behind; pads stand left."""
+    """What one layer's exact attention left behind of B rows' newest T tokens; pads stand left."""
 
     key: Tensor  # [B, Hkv, T, D]
     value: Tensor  # [B, Hkv, T, D]
     query: Tensor  # [B, Hq, T, D]
-    mass: Tensor  # [B, Hkv, T], of row b's tokens first
+    mass: Tensor  # [B, Hkv, S], that all S tokens of a row received from these; its pads come last
     scale: float
     window: int | None
 
 
 class Recorder(Full):
-    """Reads a prompt in one forward, and keeps what any strategy would have learned from it."""
+    """Keeps every token, and what any strategy would have learned from the last forward."""
 
     wants_mass: ClassVar[bool] = True
 
@@ -50,10 +51,8 @@ class Recorder(Full):
     def observe(self, query: Tensor, scale: float, mass: Tensor | None) -> None:
         assert mass is not None
         assert self.fresh is not None
-        if self.reading is not None:
-            raise RuntimeError("a recording is of one forward: feed the whole prompt at once")
         self.reading = Reading(*self.fresh, query, mass, scale, self.window)
-        self.fresh, self.slots = None, {}
+        self.fresh = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,28 @@ class Recording:
 
     @classmethod
     def of(cls, cache: KVCache) -> Recording:
-        """What a cache of Recorders has read, once its forward is over; the cache is emptied."""
-        layers = tuple(layer.reading for layer in cache.layers)
-        lengths = tuple(cache.timeline.seen)
-        cache.reset()
-        return cls(lengths, layers)
+        """What the last forward of a cache of Recorders has read."""
+        return cls(tuple(cache.timeline.seen), tuple(layer.reading for layer in cache.layers))
+
+    def behind(self, start: Recording) -> Recording:
+        """All of each row, of which this is the rest and `start`, of one row, the beginning."""
+        pairs = zip(start.layers, self.layers, strict=True)
+        return Recording(self.lengths, tuple(self._joined(*pair, start) for pair in pairs))
+
+    def _joined(self, first: Reading, rest: Reading, start: Recording) -> Reading:
+        common, width = start.lengths[0], max(self.lengths)
+
+        def joined(one: Tensor, other: Tensor) -> Tensor:
+            rows = other.new_zeros(len(self.lengths), other.shape[1], width, other.shape[3])
+            for row, own, length in zip(rows, other, self.lengths, strict=True):
+                row[:, width - length : width - length + common] = one[0]
+                row[:, width - length + common :] = own[:, own.shape[1] - length + common :]
+            return rows
+
+        mass = rest.mass.clone()
+        mass[:, :, :common] += first.mass
+        key, value = joined(first.key, rest.key), joined(first.value, rest.value)
+        return Reading(key, value, joined(first.query, rest.query), mass, rest.scale, rest.window)
 
     def replay(self, cache: KVCache, rows: Sequence[int]) -> None:
         """Give an empty cache what it would hold had it read these rows itself, evictions too.
@@ -95,5 +111,5 @@ class Recording:
 
 
 def recorder(model: PreTrainedModel) -> KVCache:
-    """A cache that records the one forward it is fed."""
+    """A cache that records what it is fed."""
     return KVCache(Recorder.build(model, Tiers()))
