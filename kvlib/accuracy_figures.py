@@ -316,7 +316,7 @@ def _draw(ax: Axes, strategy: str, points: list[tuple[float, float, float, float
 
 def _share_axis(ax: Axes) -> None:
     ax.set_xscale("log")
-    ax.set_xlim(0.045, 1.1)
+    ax.set_xlim(0.034, 1.15)
     ax.set_xticks([0.05, 0.1, 0.2, 0.5, 1])
     ax.xaxis.set_major_formatter(lambda x, _: f"{100 * x:g} %")
     ax.xaxis.set_minor_formatter(lambda x, _: "")

@@ -16,9 +16,9 @@ from kvlib.axes import tokens_text
 from kvlib.retention_points import PASS, shares
 
 TITLES = {
-    "turns": "Turn by turn: asked after eviction",
-    "single": "In one prompt: asked before eviction",
-    "needle": "Needle (RULER): asked before eviction",
+    "turns": "Turn by turn, asked after eviction",
+    "single": "In one prompt, asked before eviction",
+    "needle": "Needle (RULER), asked before eviction",
 }
 CELL = ["variant", "strategy", "budget", "context"]
 NOT_SCORED = "selection"
@@ -56,7 +56,7 @@ def draw(frame: pd.DataFrame, text: str = "") -> Figure:
     )
     for ax, variant in zip(grid[0], variants, strict=True):
         _panel(ax, table[table["variant"] == variant])
-        ax.set(title=f"{TITLES[variant]}: measured", xlabel="context before the question, tokens")
+        ax.set(title=f"{TITLES[variant]} (measured)", xlabel="context before the question, tokens")
     grid[0, 0].set(ylabel="facts recalled", ylim=(-0.03, 1.03))
     grid[0, 0].yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     named: dict[str, Any] = {}
