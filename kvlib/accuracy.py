@@ -1,7 +1,8 @@
 """lm-eval's view of a strategy: a model that scores and generates through a cache.
 
 >>> from lm_eval import simple_evaluate                                     # doctest: +SKIP
->>> simple_evaluate(KVLM("smollm2", strategy="h2o", budget=0.2), tasks=["piqa"])
+>>> lm = KVLM("smollm2", strategy="h2o", budget=0.2, device="cpu")          # doctest: +SKIP
+>>> simple_evaluate(lm, tasks=["piqa"])                                    # doctest: +SKIP
 
 or `python -m kvlib lm_eval --model kvlib --model_args pretrained=smollm2,strategy=h2o,budget=0.2`.
 """
@@ -39,7 +40,8 @@ class KVLM(HFLM):  # type: ignore[misc]
     mode        how continuations are fed, see `kvlib.policy`; generation reads a prompt like
                 "decode" unless the mode is "streaming"
     truncation  cut what is longer than the model from the left, as lm-eval does, not refuse it
-    arguments   further parameters of the strategy, such as recent=0.3, and of lm-eval's HFLM
+    arguments   further parameters of the strategy, such as recent=0.3, and of lm-eval's HFLM, whose
+                own default is device="cuda"
 
     Raises ValueError, before a model is loaded, for an unknown strategy or a bad parameter.
     """

@@ -161,7 +161,8 @@ def _paired(frame: pd.DataFrame) -> pd.DataFrame:
     )
     wide = wide.dropna(subset=["correct"]).reset_index()
     full = wide[wide["strategy"].eq("full")].set_index(QUESTION)
-    table = wide.join(full[["correct", "choice", "loglikelihood"]], on=QUESTION, rsuffix="_full")
+    own = full[["correct", "choice", "loglikelihood"]].add_suffix("_full")
+    table = wide.join(own, on=QUESTION)
     chance = full["chance"].rename("guess")
     table = table.drop(columns="chance").join(chance, on=QUESTION).dropna(subset=["correct_full"])
     return table.assign(
