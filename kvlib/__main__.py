@@ -58,7 +58,8 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
     names = [name for given in own.tasks for name in given.split(",")]
     if not own.include_path:  # refuses unknown ones, and those that run what a model writes
         named = [name for name in names if name not in GENERATED]
-        evaluation_tasks(named, "hub", confirm_run_unsafe_code=own.confirm_run_unsafe_code)
+        data = "bundled" if own.data == "bundled" else "hub"
+        evaluation_tasks(named, data, confirm_run_unsafe_code=own.confirm_run_unsafe_code)
     if own.confirm_run_unsafe_code:
         rest += ["--confirm_run_unsafe_code"]
     if own.tasks:

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
-from kvlib import figures, intervals
+from kvlib import figures, intervals, proportions
 from kvlib.evaluation import ORACLE
 
 QUESTION = ["task", "item"]
 SETTING = ["strategy", "budget", "mode"]
+SAVED = ["correct", "correct_change", "chance", "accuracy", "agreement", "share", "loglikelihood"]
 NAMES = {ORACLE: "H2O as a masked simulation (later tokens vote)"}
 Ends = tuple[float, float, float]  # a value and its 95 % interval
 
@@ -35,6 +35,7 @@ def annotated(frame: pd.DataFrame) -> pd.DataFrame:
     parts = [frame, change.drop(columns="full")]
     chosen = frame[frame["metric"].eq("choice")].merge(_full(frame, "choice"), on=QUESTION)
     same = chosen.assign(value=chosen["value"].eq(chosen["full"]).astype(float))
+    same = same.drop(columns="full")
     for metric, rows in (("accuracy", answers), ("agreement", same)):
         parts.append(_by_task(rows, metric))
     whole = pd.concat(parts, ignore_index=True)
@@ -67,9 +68,8 @@ def shares(frame: pd.DataFrame) -> pd.Series[float]:
 
 def proportion(values: pd.Series[float]) -> Ends:
     """A share of 0/1 values in percent, with Wilson's interval."""
-    right, count = int(values.sum()), len(values)
-    low, high = stats.binomtest(right, count).proportion_ci(method="wilson")
-    return 100 * right / count, 100 * float(low), 100 * float(high)
+    found = proportions.proportion(list(values))
+    return 100 * found.estimate, 100 * found.low, 100 * found.high
 
 
 def change(own: pd.Series[float], full: pd.Series[float]) -> Ends:
@@ -161,12 +161,10 @@ def _paired(frame: pd.DataFrame) -> pd.DataFrame:
     )
     wide = wide.dropna(subset=["correct"]).reset_index()
     full = wide[wide["strategy"].eq("full")].set_index(QUESTION)
-    own = full[["correct", "choice", "loglikelihood"]].add_suffix("_full")
-    table = wide.join(own, on=QUESTION)
-    chance = full["chance"].rename("guess")
-    table = table.drop(columns="chance").join(chance, on=QUESTION).dropna(subset=["correct_full"])
+    answers = full[["correct", "choice", "loglikelihood", "chance"]].add_suffix("_full")
+    table = wide.join(answers, on=QUESTION).dropna(subset=["correct_full"])
     return table.assign(
-        own=table["correct"], full=table["correct_full"], chance=table["guess"],
+        own=table["correct"], full=table["correct_full"], chance=table["chance_full"],
         same=table["choice"].eq(table["choice_full"]).astype(float),
         at_chance=table["task"].isin(at_chance(frame)),
         own_ll=table["loglikelihood"], full_ll=table["loglikelihood_full"],
@@ -186,8 +184,9 @@ def draw(frame: pd.DataFrame, tasks: Sequence[str]) -> Figure:
         ax.axis("off")
     for row in axes[:rows]:
         row[0].set_ylabel("accuracy, %")
+    share, table = shares(frame), _paired(frame[_solid(frame)])
     for ax, (title, label, same, measure) in zip(axes[rows], POOLED, strict=True):
-        pooled_panel(ax, frame, measure)
+        pooled_panel(ax, table, share, measure)
         ax.axhline(same, color=figures.colour("full"), lw=1.5)
         ax.set(title=title, ylabel=label)
     for ax in axes[rows]:
@@ -220,16 +219,7 @@ def told(frame: pd.DataFrame) -> str:
 
 def saved(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows that go into the figure's file: what is drawn, and what claims ask for."""
-    kept = [
-        "correct",
-        "correct_change",
-        "chance",
-        "accuracy",
-        "agreement",
-        "share",
-        "loglikelihood",
-    ]
-    rows = frame[frame["metric"].isin(kept) | frame["status"].ne("ok")]
+    rows = frame[frame["metric"].isin(SAVED) | frame["status"].ne("ok")]
     rows = rows.drop(columns=["first", "block", "source_kind"], errors="ignore")
     rows.attrs = frame.attrs
     return rows
@@ -260,9 +250,10 @@ def task_panel(ax: Axes, frame: pd.DataFrame, task: str) -> None:
     _share_axis(ax)
 
 
-def pooled_panel(ax: Axes, frame: pd.DataFrame, measure: Callable[[pd.DataFrame], Ends]) -> None:
+def pooled_panel(
+    ax: Axes, table: pd.DataFrame, share: pd.Series[float], measure: Callable[[pd.DataFrame], Ends]
+) -> None:
     """A measure of the paired questions of all tasks; of what answers them all, that is."""
-    share, table = shares(frame), _paired(frame[_solid(frame)])
     for strategy, part in _curves(table[table["strategy"].ne(ORACLE)]):
         points = [
             (share[strategy, budget], *measure(some), False)

@@ -9,9 +9,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from scipy import stats
 
-from kvlib import figures
+from kvlib import figures, proportions
 from kvlib.axes import tokens_text
 from kvlib.retention_points import PASS, shares
 
@@ -39,12 +38,13 @@ def answers(frame: pd.DataFrame, metric: str = "recalled") -> pd.DataFrame:
 
 def rates(frame: pd.DataFrame) -> pd.DataFrame:
     """Share recalled with its 95 % interval (Wilson) and the number of answers, by CELL."""
-    found = answers(frame).groupby(CELL, sort=False)["value"].agg(["sum", "count"])
+    groups = answers(frame).groupby(CELL, sort=False)["value"]
     table = []
-    for right, count in found.itertuples(index=False):
-        ends = stats.binomtest(int(right), int(count)).proportion_ci(0.95, "wilson")
-        table.append((right / count, ends.low, ends.high, int(count)))
-    return pd.DataFrame(table, found.index, columns=["recall", "low", "high", "answers"])
+    for _, values in groups:
+        found = proportions.proportion(list(values))
+        table.append((found.estimate, found.low, found.high, len(values)))
+    columns = ["recall", "low", "high", "answers"]
+    return pd.DataFrame(table, groups.count().index, columns=columns)
 
 
 def draw(frame: pd.DataFrame, text: str = "") -> Figure:
