@@ -37,9 +37,7 @@ from kvlib.memory import (
     predict_prefill_peak,
     weight_bytes,
 )
-from kvlib.mixtures import Mixture
-from kvlib.nodes import node_of
-from kvlib.shapes import Shape, check_choice, check_positive, count
+from kvlib.shapes import Mixture, Shape, check_choice, check_positive, count
 
 Amount = float | npt.NDArray[np.float64]
 
@@ -106,8 +104,8 @@ class Case:
         check_choice("dtype", self.dtype, DTYPE_BYTES)
         check_choice("prefill", self.prefill, PREFILLS)
         kept_tokens(1, float(self.budget))
-        if count("gpus", self.gpus) > DEVICES:
-            raise ValueError(f"gpus must be 1 to {DEVICES}, got {self.gpus}")
+        if count("gpus", self.gpus) > (most := DEVICES if self.machine.peer else 1):
+            raise ValueError(f"gpus must be 1 to {most} of {self.machine.name}, got {self.gpus}")
 
     @property
     def fetches(self) -> bool:
@@ -135,36 +133,6 @@ class Case:
         check_positive("bandwidth", bandwidth)
         link = replace(self.machine.link, bandwidth=bandwidth)
         return replace(self, machine=replace(self.machine, link=link))
-
-
-# -- weights -----------------------------------------------------------------------------------
-
-
-def weights_held(shape: Shape, dtype: str) -> float:
-    """Bytes of all weights; a mixture's experts may be stored in fewer bits."""
-    if not isinstance(shape, Mixture):
-        return weight_bytes(shape, dtype)
-    others = shape.parameters - shape.expert_parameters
-    return others * dtype_bytes(dtype) + shape.expert_parameters * shape.expert_bytes
-
-
-def weights_read(shape: Shape, dtype: str, rows: Amount) -> Amount:
-    """Bytes that a forward over `rows` tokens reads: all but the table of an untied embedding."""
-    table = 0 if shape.tied else shape.vocab * shape.hidden * dtype_bytes(dtype)
-    held = weights_held(shape, dtype) - table
-    if not isinstance(shape, Mixture):
-        return held
-    experts = shape.expert_parameters * shape.expert_bytes
-    return held - experts * (1 - np.asarray(shape.touched(rows)))
-
-
-def weights_used(shape: Shape, head: bool = True) -> float:
-    """Weights that each token is multiplied with, those of the output head where asked for."""
-    tables = shape.vocab * shape.hidden
-    used = float(shape.parameters - tables * (1 if shape.tied else 2) + tables * head)
-    if isinstance(shape, Mixture):
-        used -= shape.expert_parameters * (1 - shape.active / shape.experts)
-    return used
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -206,7 +174,7 @@ def memory(case: Case, tokens: npt.ArrayLike, batch: npt.ArrayLike = 1) -> Memor
     held = _on_device(case, stored) * rows
     layer = kv_bytes(case.shape, stored, rows, case.dtype, layers=1)
     kv = 0.0 if case.fetches else kv_bytes(case.shape, held, 1, case.dtype)
-    weights = weights_held(case.shape, case.dtype) / case.gpus
+    weights = weight_bytes(case.shape, case.dtype) / case.gpus
     used = case.heads * kv
     room = np.maximum(RESERVED * case.machine.memory - weights, used)
     return Memory(
@@ -336,8 +304,8 @@ def sketch_bytes(case: Case, stored: Amount, rows: Amount) -> Amount:
 def _products(case: Case, rows: Amount, head: bool = True) -> Amount:
     """Seconds of the products of `rows` tokens with all weights."""
     of, rates = case.machine, case.rates
-    read = weights_read(case.shape, case.dtype, rows) / (rates.stream * of.bandwidth)
-    work = 2 * weights_used(case.shape, head) * rows / (rates.products * of.flops[case.dtype])
+    read = case.shape.read(dtype_bytes(case.dtype), rows) / (rates.stream * of.bandwidth)
+    work = 2 * case.shape.used(head) * rows / (rates.products * of.flops[case.dtype])
     return np.maximum(read, work) / case.gpus
 
 
@@ -377,7 +345,7 @@ def _reduce(case: Case, rows: Amount) -> Amount:
     if case.gpus == 1:
         return 0.0
     moved = 2 * case.shape.layers * case.shape.hidden * dtype_bytes(case.dtype) * rows
-    return moved * 2 * (case.gpus - 1) / case.gpus / node_of(case.machine).peer
+    return moved * 2 * (case.gpus - 1) / case.gpus / case.machine.peer
 
 
 def fetched_bytes(case: Case, stored: Amount, rows: Amount) -> tuple[Amount, Amount]:
@@ -397,7 +365,7 @@ def _with_fetches(
     """
     whole, picked = fetched_bytes(case, stored, rows)
     layers, few = case.shape.layers, case.shape.layers - case.whole
-    gather = 2 * picked / (case.rates.gather * node_of(case.machine).host)
+    gather = 2 * picked / (case.rates.gather * case.machine.host)
     on_cpu = case.machine.threads > 0
     times = [0.0 * moved if on_cpu else _transfer(case, moved) for moved in (whole, picked)]
     sums = gather * few, times[0] * case.whole + times[1] * few
@@ -423,7 +391,7 @@ def prefill_time(case: Case, tokens: npt.ArrayLike) -> Amount:
     prompt, shape = count("tokens", tokens), case.shape
     chunks = np.ceil(prompt / case.chunk) if case.prefill == "chunked" else 1.0
     width = prompt / chunks
-    head = weights_used(shape) - weights_used(shape, head=False)
+    head = shape.used() - shape.used(head=False)
     forward = _products(case, width, head=False) + shape.layers * case.rates.layer
     last = 2 * head / (case.rates.products * case.machine.flops[case.dtype]) / case.gpus
     compute = (

@@ -20,10 +20,6 @@ from kvlib.link import Link
 from kvlib.memory import kv_bytes, weight_bytes
 from kvlib.shapes import Shape, check_positive
 
-# B/s of host memory, reads and writes, by the machine's link.
-GRACE = 512e9  # NVIDIA Grace CPU, 480 GB of LPDDR5X, beside a GH200
-DDR5 = 307e9  # eight channels of DDR5-4800, as beside an H100
-
 
 @dataclass(frozen=True)
 class Ratios:
@@ -42,17 +38,12 @@ def target_ratios(
     share: part of all keys and values that the host gathers, read and written once.
     """
     kv, weights = kv_bytes(shape, tokens, batch, dtype), weight_bytes(shape, dtype)
-    step, host = (kv + weights) / machine.bandwidth, host_bandwidth(machine)
+    step = (kv + weights) / machine.bandwidth
     return Ratios(
         rho1=float(kv / machine.link.bandwidth / step),
         rho2=float(kv / weights),
-        rho3=float(2 * share * kv / host / step),
+        rho3=float(2 * share * kv / machine.host / step),
     )
-
-
-def host_bandwidth(machine: Machine) -> float:
-    """B/s of the memory of the machine's host."""
-    return GRACE if machine.link.name == "nvlink-c2c" else DDR5
 
 
 def bandwidth_for(rho1: float, kv: float, step: float) -> float:
@@ -68,5 +59,5 @@ def link_like(machine: Machine, rho1: float, kv: float, step: float) -> Link:
     rho1: the machine's; kv: bytes that take this long; step: seconds of a resident step here.
     """
     bandwidth = bandwidth_for(rho1, kv, step)
-    gather = bandwidth * host_bandwidth(machine) / 2 / machine.link.bandwidth  # reads and writes
+    gather = bandwidth * machine.host / 2 / machine.link.bandwidth  # reads and writes
     return Link.emulated(bandwidth, gather=gather)

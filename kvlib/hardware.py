@@ -34,7 +34,9 @@ class Machine:
 
     memory: bytes. bandwidth: B/s of device memory, reads and writes counted together.
     flops: dense matrix-product FLOP/s by dtype. link: its default path to host memory.
-    threads: CPU threads that the figures were measured with, 0 for published figures.
+    host, host_memory: B/s and bytes of that memory, its share for one device. peer: B/s to other
+    devices, one direction; 0 where there are none. around: the source of these three.
+    threads: CPU threads that the figures were measured with, 0 for a GPU.
     """
 
     name: str
@@ -42,7 +44,11 @@ class Machine:
     bandwidth: float
     flops: Mapping[str, float] = field(hash=False)
     link: Link
+    host: float
+    host_memory: float
     source: str
+    around: str = ""
+    peer: float = 0.0
     threads: int = 0
 
     @staticmethod
@@ -57,14 +63,18 @@ class Machine:
             raise ValueError("device cuda needs a GPU and a CUDA build of torch")
         properties = torch.cuda.get_device_properties(device) if cuda else None
         copy, rates, transfer = _measured_rates(seconds / 4, cuda)
+        host = _measured_rates(seconds / 4, cuda=False)[0] if cuda else copy
         return Machine(
             name=properties.name if properties else _cpu_name(),
             memory=properties.total_memory if properties else _memory_limit(),
             bandwidth=copy,
             flops=rates,
             link=Link("host to device" if cuda else "memory", transfer, "measured"),
+            host=host,
+            host_memory=_memory_limit(),
             source=f"measured on {device}, torch {torch.__version__}",
-            threads=torch.get_num_threads(),
+            around="measured",
+            threads=0 if cuda else torch.get_num_threads(),
         )
 
 

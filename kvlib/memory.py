@@ -34,7 +34,7 @@ def _most(a: Count, b: Count) -> Count:
 
 def weight_bytes(shape: Shape, dtype: str = "bfloat16") -> int:
     """Bytes of the weights: parameters · b, with b the bytes of one element."""
-    return shape.parameters * dtype_bytes(dtype)
+    return int(shape.held(dtype_bytes(dtype)))
 
 
 def kv_bytes(

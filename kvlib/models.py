@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvlib.bundled import BUNDLED, bundled_digest, bundled_folder, hash_files
-from kvlib.shapes import SHAPES, Shape, find_shape
+from kvlib.shapes import SHAPES, Mixture, Shape, find_shape
 
 TINY = ("llama", "qwen3", "mistral", "opt", "gpt_neox", "phi3")
 FREE_SHARE = 0.8  # of the free memory that weights or a measurement may be predicted to take
@@ -173,7 +173,9 @@ def _why_not(name: str, error: Exception) -> str:
 
 
 def shape_config(shape: Shape) -> PreTrainedConfig:
-    """The transformers config of a published shape."""
+    """The transformers config of a published shape; ValueError for a mixture of experts."""
+    if isinstance(shape, Mixture):
+        raise ValueError(f"{shape.name} is known to the cost model only: choose another shape")
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,

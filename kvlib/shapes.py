@@ -86,10 +86,30 @@ class Shape:
     def parameters(self) -> int:
         """Number of parameters, a tied output head counted once."""
         norm = self.hidden * (2 if self.model_type == "opt" else 1)  # LayerNorm adds a bias
-        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        tables = self._tables * (1 if self.tied else 2)
         if self.learned_positions:
             tables += (self.positions + 2) * self.hidden  # OPT starts counting at 2
         return tables + self.layers * (self._attention + self._mlp + 2 * norm) + norm
+
+    @property
+    def _tables(self) -> int:
+        """Parameters of one table over the vocabulary: the embedding, or the output head."""
+        return self.vocab * self.hidden
+
+    def held(self, size: float) -> float:
+        """Bytes of all weights, `size` bytes each."""
+        return self.parameters * size
+
+    def read(self, size: float, tokens: npt.ArrayLike = 1) -> float | npt.NDArray[np.float64]:
+        """Bytes of the weights that a forward over `tokens` tokens reads.
+
+        That is all of them but an embedding of its own, of which it looks up a few rows.
+        """
+        return self.held(size) - self._tables * size * (not self.tied)
+
+    def used(self, head: bool = True) -> float:
+        """Weights that a token is multiplied with, the output head's where that is asked for."""
+        return float(self.parameters - self._tables * (2 - self.tied - head))
 
     @property
     def _attention(self) -> int:
@@ -133,9 +153,46 @@ class Shape:
         )
 
 
+@dataclass(frozen=True)
+class Mixture(Shape):
+    """A shape of which each token uses `active` of the `experts` MLPs of a layer.
+
+    expert_bytes: of one weight of an expert, which may be stored in fewer bits than the rest.
+    """
+
+    experts: int = 1
+    active: int = 1
+    expert_bytes: float = 2.0
+
+    @property
+    def _mlp(self) -> int:
+        return self.experts * self._expert + self.hidden * self.experts  # and the router
+
+    @property
+    def _expert(self) -> int:
+        return super()._mlp
+
+    @property
+    def _experts(self) -> int:
+        """Parameters of all experts in all layers."""
+        return self.layers * self.experts * self._expert
+
+    def held(self, size: float) -> float:
+        return super().held(size) + self._experts * (self.expert_bytes - size)
+
+    def read(self, size: float, tokens: npt.ArrayLike = 1) -> float | npt.NDArray[np.float64]:
+        """As of any shape, but only those experts that at least one token uses, all as likely."""
+        spared = (1 - self.active / self.experts) ** np.asarray(count("tokens", tokens))
+        return super().read(size) - self._experts * self.expert_bytes * spared
+
+    def used(self, head: bool = True) -> float:
+        return super().used(head) - self._experts * (1 - self.active / self.experts)
+
+
 def _load() -> dict[str, Shape]:
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {name: Shape(name=name, **row) for name, row in table.items()}
+    kinds = {name: Mixture if "experts" in row else Shape for name, row in table.items()}
+    return {name: kinds[name](name=name, **row) for name, row in table.items()}
 
 
 SHAPES = _load()
