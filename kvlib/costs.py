@@ -7,7 +7,7 @@
 A decode step takes compute + what of the transfers its layers cannot hide:
 
     compute  = products + attention + selection + elementwise + overhead + reduce
-    products = max(weights read / (stream·M), 2 · weights used · B / (products·F))
+    products = max(weights read / (stream·M), 2 · weights used · B / (products·F)), on a CPU the sum
     attention = keys, values and sketches read / (attend·M)
     step     = Σ over layers of max(compute / L, gather + transfer of the layer that comes next)
     transfer = bytes fetched / C + latency,   gather = 2 · bytes fetched / (gather·R)
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,23 +31,25 @@ from kvlib.hardware import Machine
 from kvlib.memory import (
     DTYPE_BYTES,
     PREFILLS,
+    activations,
     dtype_bytes,
-    h2o_bytes,
     kept_tokens,
     kv_bytes,
-    predict_prefill_peak,
+    prefill_scratch,
     weight_bytes,
 )
-from kvlib.shapes import Mixture, Shape, check_choice, check_positive, count
+from kvlib.shapes import Count, Mixture, Shape, check_choice, check_positive, count
 
 Amount = float | npt.NDArray[np.float64]
 
 STRATEGIES = ("full", "paged", "h2o", "streaming", "infinigen", "offload")
 EVICTING, FETCHING = ("h2o", "streaming"), ("infinigen", "offload")
 BLOCK = 16  # tokens a block of the paged pool
+SPARE = {"full": 64, "h2o": 8, "streaming": 8, "infinigen": 64, "offload": 64}  # slots of a row
 RESERVED = 0.9  # of the device's memory, which vLLM takes by default, and so do all here
 WHOLE_LAYERS = 2  # that InfiniGen fetches whole
 SKETCH = 0.3  # of the head's columns, in InfiniGen's sketch
+BUDGET = 0.3  # of H2O and InfiniGen, in the study that is reproduced
 DEVICES = 8  # at most, in one node
 
 
@@ -60,8 +63,10 @@ class Rates:
     scan            of M, in going through scores and choosing
     elementwise     of M, in what is done to activations between the products
     gather          of R, in picking rows on the host
+    pack            further passes over the weights where a product has several rows
+    blocks          further passes over keys and values where blocks are first put together
     layer           seconds a layer and forward that none of the above explains: launches, calls
-    choose          seconds a layer and step, for choosing what to keep or fetch
+    evict, foresee  seconds a layer and step, of an evicting strategy and of InfiniGen
     latency         seconds a transfer, beside its bytes
     """
 
@@ -73,8 +78,11 @@ class Rates:
     scan: float = 1.0
     elementwise: float = 1.0
     gather: float = 1.0
+    pack: float = 0.0
+    blocks: float = 0.0
     layer: float = 0.0
-    choose: float = 0.0
+    evict: float = 0.0
+    foresee: float = 0.0
     latency: float = 0.0
 
     def __post_init__(self) -> None:
@@ -143,6 +151,7 @@ class Memory:
     """Bytes: of one device, but `host` of all together.
 
     kv        keys and values of the tokens that stay on the device
+    waste     slots that hold no token yet: of a last block, or those in store for the next steps
     state     their positions and scores; the sketch
     transit   what two fetched layers hold while they pass through
     prefill   what the last prompt to be read adds at its peak
@@ -151,6 +160,7 @@ class Memory:
 
     weights: Amount
     kv: Amount
+    waste: Amount
     state: Amount
     transit: Amount
     prefill: Amount
@@ -165,44 +175,52 @@ class Memory:
     @property
     def peak(self) -> Amount:
         """With the weights, at the most."""
-        return self.weights + self.kv + self.state + np.maximum(self.transit, self.prefill)
+        held = self.weights + self.kv + self.waste + self.state
+        return held + np.maximum(self.transit, self.prefill)
 
 
 def memory(case: Case, tokens: npt.ArrayLike, batch: npt.ArrayLike = 1) -> Memory:
     """Bytes with `batch` requests of `tokens` tokens each; the last one has just been read."""
     stored, rows = count("tokens", tokens), count("batch", batch)
     held = _on_device(case, stored) * rows
-    layer = kv_bytes(case.shape, stored, rows, case.dtype, layers=1)
-    kv = 0.0 if case.fetches else kv_bytes(case.shape, held, 1, case.dtype)
-    weights = weight_bytes(case.shape, case.dtype) / case.gpus
-    used = case.heads * kv
-    room = np.maximum(RESERVED * case.machine.memory - weights, used)
+    empty = rows * _empty_slots(case, stored)
+    slot = 0.0 if case.fetches else case.heads * kv_bytes(case.shape, 1, 1, case.dtype)
+    state, weights = _state_bytes(case), weight_bytes(case.shape, case.dtype) / case.gpus
+    kv, waste = slot * held, (slot + state) * empty
+    everything = kv_bytes(case.shape, stored, rows, case.dtype)
+    pool = np.maximum(RESERVED * case.machine.memory - weights, kv + waste)
     return Memory(
         weights=weights,
-        kv=used,
-        state=case.heads * _state(case, held),
-        transit=case.heads * 2 * layer if case.fetches else 0.0,
+        kv=kv,
+        waste=waste,
+        state=state * held,
+        transit=case.fetches * 2 * case.heads * everything / case.shape.layers,
         prefill=case.heads * _prefilling(case, stored),
-        reserved=room if case.strategy == "paged" else used,
-        host=kv_bytes(case.shape, stored, rows, case.dtype) if case.fetches else 0.0,
+        reserved=pool if case.strategy == "paged" else kv + waste,
+        host=case.fetches * everything,
     )
+
+
+def _empty_slots(case: Case, stored: Amount) -> Amount:
+    """Slots of a request without a token: at most, but in the last block exactly."""
+    if case.strategy == "paged":
+        return np.asarray(-np.asarray(stored) % BLOCK, dtype=np.float64)
+    return float(SPARE[case.strategy])
 
 
 def _on_device(case: Case, stored: Amount) -> Amount:
     """Tokens of a request that have a slot on the device, of whatever kind."""
-    if case.strategy == "paged":
-        return BLOCK * np.ceil(stored / BLOCK)
     return kept_tokens(stored, case.share) if case.strategy in EVICTING else stored
 
 
-def _state(case: Case, held: Amount) -> Amount:
-    """Bytes beside keys and values: int32 positions, float32 scores, the sketch."""
+def _state_bytes(case: Case) -> float:
+    """Bytes of a slot beside keys and values: int32 positions, float32 scores, the sketch."""
     shape, size = case.shape, 0.0
     if case.strategy != "paged":
         size += 4.0 * shape.layers + 4.0 * shape.layers * (case.strategy == "h2o")
     if case.strategy == "infinigen":
         size += (shape.layers - case.whole) * sketch_rank(shape) * dtype_bytes(case.dtype)
-    return shape.kv_heads * held * size
+    return case.heads * shape.kv_heads * size
 
 
 def sketch_rank(shape: Shape) -> int:
@@ -211,18 +229,32 @@ def sketch_rank(shape: Shape) -> int:
 
 
 def _prefilling(case: Case, prompt: Amount) -> Amount:
-    """Bytes that reading one prompt adds, at its peak, to what it leaves behind."""
-    strategy = "offload" if case.strategy == "streaming" else case.strategy
-    peak = predict_prefill_peak(
-        case.shape, prompt, case.prefill, strategy,
+    """Bytes that reading one prompt adds, at its peak, to what it leaves behind.
+
+    Where tokens are evicted that is, beside what passes, all tokens of the layer in work.
+    """
+    width = _in_work(case, prompt)
+    scratch = prefill_scratch(
+        case.shape, prompt, case.prefill, "h2o" if case.strategy == "h2o" else "full",
         dtype=case.dtype, budget=float(case.share), chunk=case.chunk,
     )  # fmt: skip
-    left: Amount = 0.0
-    if strategy in ("full", "paged"):
-        left = kv_bytes(case.shape, prompt, 1, case.dtype)
-    elif strategy == "h2o":
-        left = h2o_bytes(case.shape, prompt, float(case.share), 1, case.dtype)
-    return peak - weight_bytes(case.shape, case.dtype) - left
+    layer = kv_bytes(case.shape, width, 1, case.dtype, layers=1)
+    return passing_bytes(case, prompt, scratch) + layer * (case.strategy in EVICTING)
+
+
+def passing_bytes(case: Case, prompt: npt.ArrayLike, scratch: Count = 0) -> Amount:
+    """Bytes that pass through the device while one prompt is read, `scratch` for attention.
+
+    Activations and, of a cache that lives on the host, two layers: one in work, one on its way.
+    """
+    width = _in_work(case, count("tokens", prompt))
+    layers = kv_bytes(case.shape, prompt, 1, case.dtype, layers=2) if case.fetches else 0.0
+    return layers + activations(case.shape, width, scratch, 1, case.dtype)
+
+
+def _in_work(case: Case, prompt: Amount) -> Amount:
+    """Tokens of a prompt that are in work at once."""
+    return np.minimum(prompt, case.chunk) if case.prefill == "chunked" else prompt
 
 
 # -- decode ------------------------------------------------------------------------------------
@@ -259,9 +291,10 @@ def step_time(case: Case, tokens: npt.ArrayLike, batch: npt.ArrayLike = 1) -> St
     stored, rows = count("tokens", tokens), count("batch", batch)
     of, rates, layers = case.machine, case.rates, case.shape.layers
     attended = attended_bytes(case, stored, rows) + sketch_bytes(case, stored, rows)
+    passes = 1 / rates.attend + rates.blocks * (case.strategy == "paged")
     compute = Step(
         products=_products(case, rows),
-        attention=case.heads * attended / (rates.attend * of.bandwidth),
+        attention=case.heads * attended * passes / of.bandwidth,
         selection=_selection(case, stored, rows),
         elementwise=_elementwise(case, rows),
         overhead=layers * rates.layer,
@@ -303,10 +336,21 @@ def sketch_bytes(case: Case, stored: Amount, rows: Amount) -> Amount:
 
 def _products(case: Case, rows: Amount, head: bool = True) -> Amount:
     """Seconds of the products of `rows` tokens with all weights."""
+    read = case.shape.read(dtype_bytes(case.dtype), rows)
+    return _product(case, read, case.shape.used(head), rows)
+
+
+def _product(case: Case, read: Amount, used: float, rows: Amount) -> Amount:
+    """Seconds of `rows` tokens times `used` weights, of which `read` bytes are read.
+
+    A GPU reads while it computes; a CPU does one after the other.
+    """
     of, rates = case.machine, case.rates
-    read = case.shape.read(dtype_bytes(case.dtype), rows) / (rates.stream * of.bandwidth)
-    work = 2 * case.shape.used(head) * rows / (rates.products * of.flops[case.dtype])
-    return np.maximum(read, work) / case.gpus
+    passes: Any = 1 / rates.stream + rates.pack * (np.asarray(rows) > 1)
+    reading = passes * read / of.bandwidth / case.gpus
+    work = 2 * used * rows / (rates.products * of.flops[case.dtype]) / case.gpus
+    both: Amount = reading + work if of.threads else np.maximum(reading, work)
+    return both
 
 
 def _elementwise(case: Case, rows: Amount) -> Amount:
@@ -329,15 +373,15 @@ def _selection(case: Case, stored: Amount, rows: Amount) -> Amount:
     if case.strategy not in (*EVICTING, "infinigen") or case.share >= 1:
         return 0.0
     scanned = 12.0 * shape.layers * shape.kv_heads * _on_device(case, stored) * rows
-    fixed: Amount = rates.choose * shape.layers
+    fixed: Any = rates.evict * shape.layers
     if case.strategy == "infinigen":
         layers = shape.layers - case.whole
         query = shape.hidden * shape.heads * shape.head_dim * layers
-        read = query * dtype_bytes(case.dtype) / (rates.stream * of.bandwidth)
-        work = 2 * query * rows / (rates.products * of.flops[case.dtype])
         scanned = 12.0 * layers * shape.heads * stored * rows
-        fixed = fixed + np.maximum(read, work) / case.gpus
-    return case.heads * scanned / (rates.scan * of.bandwidth) + fixed
+        fixed = rates.foresee * layers
+        fixed = fixed + _product(case, query * dtype_bytes(case.dtype), query, rows)
+    total: Amount = case.heads * scanned / (rates.scan * of.bandwidth) + fixed
+    return total
 
 
 def _reduce(case: Case, rows: Amount) -> Amount:

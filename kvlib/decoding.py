@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlib.attachment import attach
 from kvlib.caches import KVCache, find_strategy, make_cache
-from kvlib.emulation import Ratios, link_like, target_ratios
+from kvlib.emulation import TARGET_SHAPE, Ratios, link_like, ratio_values, target_ratios
 from kvlib.hardware import find_machine
 from kvlib.link import Link
 from kvlib.measure import Values, finish, prompt, value
@@ -26,7 +26,6 @@ from kvlib.models import load
 from kvlib.shapes import Shape, find_shape
 from kvlib.tiers import Tier, Tiers, storage_bytes
 
-TARGET_SHAPE = "llama-3.1-8b"  # the model that the target machine serves
 TARGET_TOKENS, TARGET_BATCH = 4096, 4
 TIMED = 12  # decode steps that are timed over the emulated link, after one that is not
 
@@ -99,7 +98,7 @@ def decode_text(
         value("tpot_resident", resident, "s"),
         value("gather_time", link.gather_time / TIMED, "s"),
     ]
-    return values + ratio_values(loaded.model, link, machine, resident, stored)
+    return values + ratios(loaded.model, link, machine, resident, stored)
 
 
 def sweep(
@@ -179,7 +178,7 @@ def attended(cache: KVCache, link: Link, model: Any) -> float:
     return float(stored / len(cache.layers) / seen)
 
 
-def ratio_values(model: Any, link: Link, machine: str, resident: float, tokens: float) -> Values:
+def ratios(model: Any, link: Link, machine: str, resident: float, tokens: float) -> Values:
     """The three ratios of this run and of its target, where the link is emulated.
 
     tokens: stored in all rows, on average of the timed steps.
@@ -189,15 +188,7 @@ def ratio_values(model: Any, link: Link, machine: str, resident: float, tokens: 
     kv, weights = tokens * kv_token_bytes(model), storage_bytes(model.parameters())
     here = Ratios(kv / link.bandwidth / resident, kv / weights, link.gather_time / TIMED / resident)
     there = _target(machine, link.gathered / TIMED / kv)
-    pairs = zip(vars(here).items(), vars(there).values(), strict=True)
-    return [
-        row
-        for (name, ours), theirs in pairs
-        for row in (
-            value(name, ours, "1", "emulated"),
-            value(f"{name}_target", theirs, "1", "modelled"),
-        )
-    ]
+    return ratio_values(here, there)
 
 
 def decode_seconds(point: Mapping[str, Any]) -> float:

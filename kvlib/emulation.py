@@ -17,8 +17,12 @@ from dataclasses import dataclass
 
 from kvlib.hardware import Machine
 from kvlib.link import Link
+from kvlib.measure import Values, value
 from kvlib.memory import kv_bytes, weight_bytes
 from kvlib.shapes import Shape, check_positive
+
+TARGET_SHAPE = "llama-3.1-8b"  # the model that the target machine serves
+APART = 2  # times by which a ratio may differ from the target's
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,35 @@ def link_like(machine: Machine, rho1: float, kv: float, step: float) -> Link:
     bandwidth = bandwidth_for(rho1, kv, step)
     gather = bandwidth * machine.host / 2 / machine.link.bandwidth  # reads and writes
     return Link.emulated(bandwidth, gather=gather)
+
+
+def ratio_values(here: Ratios, there: Ratios) -> Values:
+    """The three ratios of a run and of its target, as values."""
+    pairs = zip(vars(here).items(), vars(there).values(), strict=True)
+    return [
+        row
+        for (name, ours), theirs in pairs
+        for row in (
+            value(name, ours, "1", "emulated"),
+            value(f"{name}_target", theirs, "1", "modelled"),
+        )
+    ]
+
+
+def mismatch(values: Values) -> str:
+    """Why emulated times feed no verdict: which ratios are too far from the target's; or ""."""
+    found = {v["metric"]: v["value"] for v in values}
+    wrong = [
+        name for name in ("rho1", "rho2", "rho3")
+        if found.get(f"{name}_target")
+        and not 1 / APART <= found[name] / found[f"{name}_target"] <= APART
+    ]  # fmt: skip
+    told = f"{', '.join(wrong)} of the emulated link differ more than {APART}x from the target's"
+    return told if wrong else ""
+
+
+def marked(values: Values) -> Values:
+    """The values, the emulated ones with the reason `excluded` where there is a mismatch."""
+    if not (why := mismatch(values)):
+        return values
+    return [v | {"excluded": why} if v["source"] == "emulated" else v for v in values]

@@ -217,20 +217,31 @@ def predict_prefill_peak(
     budget: npt.ArrayLike = 1.0,
     chunk: int = 512,
 ) -> Count:
-    """Peak device bytes of a prefill: weights + cache + residual + max(attention, MLP).
-
-    Per token that is in work (T = tokens, or `chunk` when chunked): residual 2 · hidden, attention
-    2 · (Hq + Hkv) · D plus its scratch, MLP 3 · intermediate (2 without a gate), each · b · batch.
-    """
+    """Peak device bytes of a prefill: weights + cache + activations, of all tokens or a chunk."""
     width = _width(tokens, prefill, chunk)
-    live = width * count("batch", batch) * dtype_bytes(dtype)
     scratch = prefill_scratch(
         shape, tokens, prefill, strategy, batch=batch, dtype=dtype, budget=budget, chunk=chunk
     )
+    cache = _prefill_cache(shape, tokens, strategy, batch, dtype, budget, width)
+    return weight_bytes(shape, dtype) + cache + activations(shape, width, scratch, batch, dtype)
+
+
+def activations(
+    shape: Shape,
+    tokens: npt.ArrayLike,
+    scratch: Count = 0,
+    batch: npt.ArrayLike = 1,
+    dtype: str = "bfloat16",
+) -> Count:
+    """Bytes of the activations of `tokens` tokens in work, with `scratch` bytes of attention.
+
+    Per token and row: residual 2 · hidden, and the larger of attention, 2 · (Hq + Hkv) · D beside
+    its scratch, and MLP, 3 · intermediate (2 without a gate), each · b.
+    """
+    live = count("tokens", tokens) * count("batch", batch) * dtype_bytes(dtype)
     attention = live * 2 * (shape.heads + shape.kv_heads) * shape.head_dim + scratch
     mlp = live * (3 if shape.gated else 2) * shape.intermediate
-    cache = _prefill_cache(shape, tokens, strategy, batch, dtype, budget, width)
-    return weight_bytes(shape, dtype) + cache + live * 2 * shape.hidden + _most(attention, mlp)
+    return live * 2 * shape.hidden + _most(attention, mlp)
 
 
 def _prefill_cache(

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlib.costs import Case, Rates, e2el, longest_context
+from kvlib.costs import BUDGET, Case, Rates, e2el, longest_context
 from kvlib.hardware import find_machine
 from kvlib.shapes import find_shape
 
-MODEL, MACHINE, BUDGET = "llama-3.1-8b", "h100-sxm", 0.3
+MODEL, MACHINE = "llama-3.1-8b", "h100-sxm"
 PROMPT, OUTPUT = 10_000, 8192  # tokens in and out
 CHAT = (70, 214)  # tokens in and out, LMSYS-Chat-1M's published means (69.5 and 214.5), rounded
 REQUESTS = 96

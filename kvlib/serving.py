@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvlib import metrics
+from kvlib.emulation import marked, ratio_values
 from kvlib.engines.base import Request, Result
 from kvlib.engines.prepare import Prepared, budget_of, fetches, prepare
 from kvlib.measure import Values, value
@@ -243,16 +244,7 @@ def emulated(ready: Prepared, steps: int) -> Values:
     if ready.emulation is None:
         gather = value("gather_time", link.gather_time / steps, "s")
         return [value("bytes_moved", link.fetched / steps, "B"), gather]
-    here, there = ready.emulation.ratios(steps)
-    pairs = zip(vars(here).items(), vars(there).values(), strict=True)
-    values = [
-        found
-        for (name, ours), theirs in pairs
-        for found in (
-            value(name, ours, "1", "emulated"),
-            value(f"{name}_target", theirs, "1", "modelled"),
-        )
-    ]
+    values = ratio_values(*ready.emulation.ratios(steps))
     return [
         *values,
         value("bytes_moved", link.fetched / steps, "B"),
@@ -263,17 +255,8 @@ def emulated(ready: Prepared, steps: int) -> Values:
 
 def annotated(values: Values, model: str) -> Values:
     """The values with the model's `parameters`, and `excluded` where an emulated ratio is off."""
-    found = {v["metric"]: v["value"] for v in values}
-    wrong = [
-        name for name in ("rho1", "rho2", "rho3")
-        if found.get(f"{name}_target") and not 0.5 <= found[name] / found[f"{name}_target"] <= 2
-    ]  # fmt: skip
     size = {"parameters": shape_of(model).parameters}
-    values = [v | size for v in values]
-    if not wrong:
-        return values
-    why = f"{', '.join(wrong)} of the emulated link differ more than 2x from the target's"
-    return [v | {"excluded": why} if v["source"] == "emulated" else v for v in values]
+    return marked([v | size for v in values])
 
 
 # -- one request: by the length of its output --------------------------------------------------

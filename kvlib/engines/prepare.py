@@ -19,7 +19,7 @@ import torch
 from kvlib.attachment import attach
 from kvlib.caches import find_strategy, make_cache
 from kvlib.caches.offload import HostLayer
-from kvlib.emulation import Ratios, link_like, target_ratios
+from kvlib.emulation import TARGET_SHAPE, Ratios, link_like, target_ratios
 from kvlib.engines.base import Engine, Request
 from kvlib.engines.local import LocalEngine
 from kvlib.hardware import Machine, find_machine
@@ -32,7 +32,6 @@ from kvlib.shapes import Shape, find_shape
 from kvlib.tiers import Tiers
 from kvlib.workloads import fixed, requests
 
-TARGET_SHAPE = "llama-3.1-8b"  # what the target machine serves
 BUDGET = 0.3  # of H2O and InfiniGen, as in the study that is reproduced
 STEPS = 6  # decode steps that tell what one takes
 
