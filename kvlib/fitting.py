@@ -144,9 +144,11 @@ def times_of(records: Iterable[Record], machine: Machine) -> Times:
     parts = [_times(key, np.array(sizes), machine) for key, sizes in sorted(groups.items())]
     if not parts:
         raise ValueError("no times to fit the cost model to: measure 09_capacity first")
-    arrays = ("metric", "tokens", "batch", "seconds", "features")
-    joined: Any = (np.concatenate([getattr(part, name) for part in parts]) for name in arrays)
-    return Times([case for part in parts for case in part.cases], *joined)
+    def joined(name: str) -> Any:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    cases = [case for part in parts for case in part.cases]
+    return Times(cases, *map(joined, ("metric", "tokens", "batch", "seconds", "features")))
 
 
 def _shape(row: Record) -> str:
