@@ -144,6 +144,7 @@ def times_of(records: Iterable[Record], machine: Machine) -> Times:
     parts = [_times(key, np.array(sizes), machine) for key, sizes in sorted(groups.items())]
     if not parts:
         raise ValueError("no times to fit the cost model to: measure 09_capacity first")
+
     def joined(name: str) -> Any:
         return np.concatenate([getattr(part, name) for part in parts])
 
@@ -262,11 +263,8 @@ def held_out(times: Times, groups: Mapping[str, Sequence[Mask]]) -> list[dict[st
 # -- bytes -------------------------------------------------------------------------------------
 
 
-def byte_errors(records: Iterable[Record], machine: Machine, steps: int) -> list[dict[str, Any]]:
-    """One record a counted size: what the formulas say, unfitted, and the relative error.
-
-    steps: decode steps behind the prompt at which bytes were counted.
-    """
+def byte_errors(records: Iterable[Record], machine: Machine) -> list[dict[str, Any]]:
+    """One record a counted size: what the formulas say, unfitted, and the relative error."""
     found = []
     for row in records:
         if (
@@ -276,7 +274,8 @@ def byte_errors(records: Iterable[Record], machine: Machine, steps: int) -> list
             continue
         shape, counted = find_shape(_shape(row)), float(row["value"])
         case = Case(shape, machine, row["strategy"], _share(row), "float32")
-        told = _told(case, row["metric"], float(row["tokens"]), float(row["batch"]), steps)
+        size = float(row["tokens"]), float(row["batch"]), int(float(row["steps"]))
+        told = _told(case, row["metric"], *size)
         if counted:
             about = {name: row[name] for name in ("strategy", "metric", "tokens", "batch")}
             error = told / counted - 1
