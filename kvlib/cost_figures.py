@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,23 +63,22 @@ def capacity_rows(
 
 
 def link_rows(
-    shape: str, machine: str, strategies: Sequence[str], speeds: Sequence[float], tokens: int
-) -> list[dict[str, Any]]:
-    """Modelled rows: TPOT behind `tokens` tokens over links of so many GB/s, `gather` host or free.
+    shape: str, machine: str, strategies: Sequence[str], speeds: Sequence[float], tokens: int,
+    named: Mapping[float, str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Modelled rows: TPOT behind `tokens` tokens over links of so many GB/s.
 
-    Without the gather, a host picks rows in no time.
+    named: speeds that have a name in the column `link`, and are added to the others
     """
     rows: list[dict[str, Any]] = []
     for strategy in strategies:
         case = case_of(shape, machine, strategy)
-        for gather in ("host", "free") if strategy == "infinigen" else ("host",):
-            rates = replace(case.rates, gather=1e30) if gather == "free" else case.rates
-            for speed in speeds if case.fetches else (np.nan,):
-                own = replace(case.over(speed * 1e9), rates=rates) if case.fetches else case
-                about = {"strategy": strategy, "speed": speed, "gather": gather, "target": machine}
-                about |= {"status": "ok", "model": shape, "tokens": tokens, "machine": "formulas"}
-                seconds = float(step_time(own, tokens).total)
-                rows.append(value("tpot", seconds, "s", "modelled") | about)
+        for speed in sorted({*speeds, *named}) if case.fetches else (np.nan,):
+            own = case.over(speed * 1e9) if case.fetches else case
+            about = {"strategy": strategy, "budget": case.share, "speed": speed, "target": machine}
+            about |= {"link": named.get(speed), "status": "ok", "model": shape, "tokens": tokens}
+            seconds = float(step_time(own, tokens).total)
+            rows.append(value("tpot", seconds, "s", "modelled") | about | {"machine": "formulas"})
     return rows
 
 

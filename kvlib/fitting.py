@@ -48,6 +48,7 @@ TIMES: dict[str, Callable[..., Amount]] = {
     "ttft": lambda case, tokens, batch: prefill_time(case, tokens),
 }
 HELD = ("strategy", "model", "metric", "tokens", "batch", "seconds", "predicted", "error")
+ARRAYS = ("metric", "tokens", "batch", "seconds", "features")
 COUNTED = ("device_used", "host_used", "bytes_moved")
 ROWS = "09_capacity"  # the figure whose rows are fitted
 
@@ -119,8 +120,8 @@ class Times:
     def take(self, chosen: Mask) -> Times:
         """Those that are chosen."""
         cases = [case for case, taken in zip(self.cases, chosen, strict=True) if taken]
-        arrays = (self.metric, self.tokens, self.batch, self.seconds, self.features)
-        return Times(cases, *(array[chosen] for array in arrays))
+        part: dict[str, Any] = {name: getattr(self, name)[chosen] for name in ARRAYS}
+        return Times(cases, **part)
 
     def predicted(self, rates: Rates) -> Floats:
         """Seconds by the cost model: the sum of the parts, each times its factor."""
@@ -145,11 +146,9 @@ def times_of(records: Iterable[Record], machine: Machine) -> Times:
     if not parts:
         raise ValueError("no times to fit the cost model to: measure 09_capacity first")
 
-    def joined(name: str) -> Any:
-        return np.concatenate([getattr(part, name) for part in parts])
-
     cases = [case for part in parts for case in part.cases]
-    return Times(cases, *map(joined, ("metric", "tokens", "batch", "seconds", "features")))
+    joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ARRAYS}
+    return Times(cases, **joined)
 
 
 def _shape(row: Record) -> str:

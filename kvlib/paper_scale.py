@@ -7,6 +7,7 @@ figures are quoted from a podcast transcript and a summary, see `claims.toml`.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,14 @@ class Figure:
     high: float
     unit: str
 
+    @property
+    def reported(self) -> str:
+        """The range in words."""
+        unit = "times" if self.unit == "1" else self.unit
+        if math.isinf(self.high):
+            return f"at least {self.low:,.0f} {unit}"
+        return f"{self.low:,g} to {self.high:,g} {unit}"
+
 
 PUBLISHED = (
     Figure("infinigen_ratio", "time, InfiniGen ÷ vLLM, 10k in, 8,192 out", 16, 18, "1"),
@@ -41,7 +50,7 @@ PUBLISHED = (
     Figure("rate_512", "InfiniGen, 10k in, 512 out", 7.5, 8.5, "tokens/s"),
     Figure("rate_8192", "InfiniGen, 10k in, 8,192 out", 7.5, 8.5, "tokens/s"),
     Figure("longest_eager", "longest prompt, matrix materialised", 10_000, 12_000, "tokens"),
-    Figure("longest_flash", "longest prompt, flash attention", 128_000, np.inf, "tokens"),
+    Figure("longest_flash", "longest prompt, flash attention", 128_000, math.inf, "tokens"),
     Figure("requests_ratio", "latency, InfiniGen ÷ vLLM, 96 requests", 13, 15, "1"),
 )
 
