@@ -20,8 +20,9 @@ from transformers import DynamicCache
 from kvlib import tasks
 from kvlib.accuracy import KVLM
 from kvlib.models import load
+from kvlib.padding import left_padded
 from kvlib.policy import Policy
-from kvlib.scoring import CROWDED, Pair, Scorer, _common, _left_padded, _unique
+from kvlib.scoring import CROWDED, Pair, Scorer, common_length, unique_prefixes
 
 SETTINGS = [
     Policy.at("full"),
@@ -38,13 +39,13 @@ def timed(work: Callable[[], Any]) -> float:
 @torch.inference_mode()
 def plain_read(model: Any, pairs: Sequence[Pair]) -> None:
     """The tokens that reading the contexts of a group feeds, without any of our code behind it."""
-    prefixes = _unique(pairs)
-    common, cache = _common(prefixes), DynamicCache(config=model.config)
+    prefixes = unique_prefixes(pairs)
+    common, cache = common_length(prefixes), DynamicCache(config=model.config)
     if common:
         ids = torch.tensor([prefixes[0][:common]])
         model(ids, past_key_values=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(len(prefixes))
-    ids, mask = _left_padded([p[common:] for p in prefixes], model.device)
+    ids, mask = left_padded([p[common:] for p in prefixes], model.device)
     whole = torch.cat([mask.new_ones(len(prefixes), common), mask], dim=1)
     model(ids, attention_mask=whole, past_key_values=cache, logits_to_keep=1)
 

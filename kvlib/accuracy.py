@@ -40,8 +40,8 @@ class KVLM(HFLM):  # type: ignore[misc]
     mode        how continuations are fed, see `kvlib.policy`; generation reads a prompt like
                 "decode" unless the mode is "streaming"
     truncation  cut what is longer than the model from the left, as lm-eval does, not refuse it
-    arguments   further parameters of the strategy, such as recent=0.3, and of lm-eval's HFLM, whose
-                own default is device="cuda"
+    arguments   further parameters of the strategy, such as recent=0.3, and of lm-eval's HFLM; the
+                device is a GPU where there is one
 
     Raises ValueError, before a model is loaded, for an unknown strategy or a bad parameter.
     """
@@ -61,6 +61,7 @@ class KVLM(HFLM):  # type: ignore[misc]
         if pretrained == BUNDLED:
             pretrained = str(bundled_folder())
             arguments.setdefault("dtype", "float32")
+        arguments.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, truncation=truncation, **arguments)
         automatic = self.batch_size == "auto"
         self.scorer = Scorer(self.model, BATCH if automatic else int(self.batch_size))

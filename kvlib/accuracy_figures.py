@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlib import figures, intervals, proportions
+from kvlib import figures, intervals
 from kvlib.evaluation import ORACLE
 
 QUESTION = ["task", "item"]
@@ -68,7 +68,7 @@ def shares(frame: pd.DataFrame) -> pd.Series[float]:
 
 def proportion(values: pd.Series[float]) -> Ends:
     """A share of 0/1 values in percent, with Wilson's interval."""
-    found = proportions.proportion(list(values))
+    found = intervals.proportion(list(values))
     return 100 * found.estimate, 100 * found.low, 100 * found.high
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlib.caches import KVCache
 from kvlib.models import Loaded
+from kvlib.padding import left_padded
 
 
 class Reader:
@@ -21,13 +22,9 @@ class Reader:
 
     def read(self, turns: Sequence[Sequence[int]]) -> Tensor:
         """One turn a row, in one forward with pads on the left; the last logits [B, V]."""
-        lengths, device = [len(turn) for turn in turns], self.model.device
-        width = max(lengths)
-        ids = torch.tensor([[0] * (width - len(t)) + [*t] for t in turns], device=device)
-        real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-        new = real.long().to(device)
+        ids, new = left_padded(turns, self.model.device)
         self.mask = new if self.mask is None else torch.cat([self.mask, new], dim=1)
-        self.cache.begin(lengths)
+        self.cache.begin([len(turn) for turn in turns])
         found: Tensor = self.model(
             ids, attention_mask=self.mask, past_key_values=self.cache, logits_to_keep=1
         ).logits[:, -1]

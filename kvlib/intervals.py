@@ -245,6 +245,13 @@ def paired_binary(first: Sequence[float] | Floats, second: Sequence[float] | Flo
     return Estimate((gained - lost) / n, up - down, error, math.inf, n)
 
 
+def proportion(values: Sequence[float]) -> Interval:
+    """The share of ones among 0/1 values, with Wilson's 95 % interval; ValueError for none."""
+    array = numbers(values)
+    ends = stats.binomtest(int(array.sum()), array.size).proportion_ci(method="wilson")
+    return Interval(float(array.mean()), float(ends.low), float(ends.high))
+
+
 def mcnemar(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> float:
     """Exact two-sided p that 0/1 answers of a pair disagree as often one way as the other."""
     gained, lost, _ = _disagreements(first, second)

@@ -18,8 +18,8 @@ from kvlib.attachment import attach
 from kvlib.attention import Binding, attention_forward
 from kvlib.caches import InfiniGen, KVCache, Paged, find_strategy, make_cache
 from kvlib.caches.timeline import Timeline
+from kvlib.memory import BUDGET, kv_bytes, layer_prefill_peak, weight_bytes
 from kvlib.memory import STRATEGIES as PREDICTED
-from kvlib.memory import kv_bytes, layer_prefill_peak, weight_bytes
 from kvlib.models import FREE_SHARE, free_memory, load, shape_of
 from kvlib.peak import peak_memory
 from kvlib.shapes import Shape
@@ -30,7 +30,6 @@ from kvlib.tiers import CPU_CAPACITY, Tier, Tiers
 Values = list[dict[str, Any]]
 
 CHUNK = 512  # tokens a chunk
-BUDGET = 0.3  # of H2O, as in the study that is reproduced
 PREFILLS: dict[str, dict[str, str]] = {
     "eager": {"kernel": "eager"},
     "chunked": {"kernel": "eager", "evict": "chunk"},

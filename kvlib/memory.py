@@ -15,6 +15,7 @@ from kvlib.shapes import Count, Shape, check_choice, check_positive, count
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFILLS = ("eager", "chunked", "flash")
+BUDGET = 0.3  # of H2O and InfiniGen, in the study that is reproduced
 STRATEGIES = ("full", "paged", "h2o", "infinigen", "offload")
 
 

@@ -54,14 +54,14 @@ def load(
     Raises ValueError, in one line, for an unknown or unreachable model, a shape that does not
     fit in memory, or a device that is not there.
     """
-    name, kind = name or BUNDLED, _dtype(dtype)
+    name, kind = name or BUNDLED, torch_dtype(dtype)
     _check_device(device)
     family, _, rest = name.partition(":")
     if family == "shape":
         return _random(name, shape_config(find_shape(rest)), kind, device)
     if family == "tiny":
         return _random(name, tiny_config(rest), kind, device)
-    source = str(bundled_folder()) if name == BUNDLED else _source(name)
+    source = str(bundled_folder()) if name == BUNDLED else source_of(name)
     return _pretrained(name, source, kind, device)
 
 
@@ -77,7 +77,7 @@ def digest_of(name: str, dtype: torch.dtype = torch.float32) -> str:
         return bundled_digest()
     if Path(name).is_dir():
         return hash_files(sorted(Path(name).glob("*.safetensors")))
-    config = try_to_load_from_cache(_source(name), "config.json")
+    config = try_to_load_from_cache(source_of(name), "config.json")
     if not isinstance(config, str):
         raise ValueError(f"model {name!r} is not on this machine")
     return Path(config).parent.name  # snapshots/COMMIT/config.json
@@ -93,7 +93,7 @@ def shape_of(name: str) -> Shape:
     return find_shape({BUNDLED: "smollm2-135m"}.get(name, rest or name))
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype {dtype!r}: choose from float32, bfloat16, float16")
@@ -114,7 +114,7 @@ def _check_device(device: str) -> None:
 # -- weights from files ---------------------------------------------------------------------
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     if Path(name).is_dir() or "/" in name.strip("/"):
         return name
     known = [BUNDLED, *(f"shape:{s}" for s in SHAPES), *(f"tiny:{t}" for t in TINY)]
@@ -167,6 +167,12 @@ def _why_not(name: str, error: Exception) -> str:
         )
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return f"cannot load model {name!r} (a folder or hub id with safetensors is needed): {reason}"
+
+
+def kv_token_bytes(model: Any) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    sizes, size = Shape.from_config(model.config), int(model.dtype.itemsize)
+    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * size
 
 
 # -- random weights -------------------------------------------------------------------------

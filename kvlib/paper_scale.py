@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlib.costs import BUDGET, Case, Rates, e2el, longest_context
+from kvlib.costs import Case, Rates, e2el, longest_context
 from kvlib.hardware import find_machine
+from kvlib.memory import BUDGET
 from kvlib.shapes import find_shape
 
 MODEL, MACHINE = "llama-3.1-8b", "h100-sxm"

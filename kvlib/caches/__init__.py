@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "PagedCache",
     "Pool",
     "Streaming",
+    "check_knobs",
     "make_cache",
 ]
 
@@ -65,13 +67,17 @@ def make_cache(
     Raises ValueError for an unknown strategy or knob, or a knob out of range.
     """
     layer = strategy if isinstance(strategy, type) else find_strategy(strategy)
-    known = inspect.signature(layer).parameters.keys() - {"timeline", "tiers"}
-    unknown = sorted(knobs.keys() - known)
-    if unknown:
-        has = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"{layer.__name__} has no parameter {', '.join(unknown)}; it has: {has}")
+    check_knobs(layer, knobs)
     kind = PagedCache if issubclass(layer, Paged) else KVCache
     return kind(layer.build(model, tiers or Tiers(), **knobs), knobs)
+
+
+def check_knobs(layer: type[KVLayer], knobs: Iterable[str]) -> None:
+    """ValueError that lists a strategy's parameters if `knobs` names others."""
+    known = inspect.signature(layer).parameters.keys() - {"timeline", "tiers"}
+    if unknown := sorted(set(knobs) - known):
+        has = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"{layer.__name__} has no parameter {', '.join(unknown)}; it has: {has}")
 
 
 def find_strategy(name: str) -> type[KVLayer]:

@@ -22,10 +22,10 @@ from kvlib.caches import KVCache, KVLayer, PagedCache, make_cache
 from kvlib.caches.base import one_of
 from kvlib.caches.blocks import PoolExhausted
 from kvlib.engines.base import Progress, Request, Result, refuse_unservable
-from kvlib.memory import kv_bytes
 from kvlib.metrics import Usage
+from kvlib.models import kv_token_bytes
 from kvlib.packing import Packing
-from kvlib.shapes import Shape
+from kvlib.padding import left_padded
 from kvlib.tiers import DeviceOutOfMemory, Tiers
 
 GAP = 0.1  # seconds between two looks at the memory, at least
@@ -104,13 +104,11 @@ class LocalEngine:
 
         Rows of unequal length must be the first ones that the cache is fed.
         """
-        width, device = max(map(len, ids)), self.model.device
-        padded = [[0] * (width - len(row)) + list(row) for row in ids]
-        inputs, options = torch.tensor(padded, device=device), dict[str, Any]()
+        device, options = self.model.device, dict[str, Any]()
+        inputs, mask = left_padded(ids, device)
+        width = inputs.shape[1]
         if any(len(row) < width for row in ids):
-            lengths = torch.tensor([len(row) for row in ids], device=device)
-            first = width - lengths[:, None]
-            options["attention_mask"] = (torch.arange(width, device=device) >= first).long()
+            options["attention_mask"] = mask
         else:
             seen = torch.tensor(cache.timeline.seen or [0] * len(ids), device=device)
             options["position_ids"] = seen[:, None] + torch.arange(width, device=device)
@@ -199,7 +197,9 @@ class _Run:
         free, rows = self.engine.tiers.device.free, [*self.running, *group]
         longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in rows)
         if free is None or not self.running:  # what a token takes is not known yet: at most this
-            return free is None or 2 * len(rows) * longest * _token_bytes(self.engine.model) <= free
+            return (
+                free is None or 2 * len(rows) * longest * kv_token_bytes(self.engine.model) <= free
+            )
         text = len(group) * max(len(one.text) for one in group)
         return _growth(self.cache, len(rows), longest, text) <= free
 
@@ -317,11 +317,6 @@ def _keep_going(cache: KVCache, sequences: Sequence[Progress]) -> list[Progress]
     elif len(rows) < len(sequences):
         cache.batch_select_indices(torch.tensor(rows))
     return [sequences[row] for row in rows]
-
-
-def _token_bytes(model: PreTrainedModel) -> int:
-    """Keys and values of one token in all layers."""
-    return int(kv_bytes(Shape.from_config(model.config), 1)) // 2 * model.dtype.itemsize
 
 
 def _growth(cache: KVCache, rows: int, longest: int, text: int) -> float:

@@ -25,14 +25,13 @@ from kvlib.engines.local import LocalEngine
 from kvlib.hardware import Machine, find_machine
 from kvlib.link import Link
 from kvlib.measure import finish
-from kvlib.memory import kv_bytes, weight_bytes
+from kvlib.memory import BUDGET, kv_bytes, weight_bytes
 from kvlib.models import Loaded, load, shape_of
 from kvlib.packing import Packing
 from kvlib.shapes import Shape, find_shape
 from kvlib.tiers import Tiers
 from kvlib.workloads import fixed, requests
 
-BUDGET = 0.3  # of H2O and InfiniGen, as in the study that is reproduced
 STEPS = 6  # decode steps that tell what one takes
 
 loaded_model = functools.lru_cache(maxsize=1)(load)  # points of one process share the model

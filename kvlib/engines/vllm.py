@@ -26,7 +26,7 @@ from kvlib.caches.pool import RESERVED
 from kvlib.engines.base import Progress, Request, Result, refuse_unservable
 from kvlib.isolate import own_output
 from kvlib.metrics import Usage
-from kvlib.models import _dtype, _source, shape_config, tiny_config
+from kvlib.models import shape_config, source_of, tiny_config, torch_dtype
 from kvlib.shapes import find_shape
 from kvlib.tiers import CPU_CAPACITY, DeviceOutOfMemory
 
@@ -250,7 +250,7 @@ def _from_files(model: str) -> str | None:
     """The folder or hub id of the model's weights, None for random ones."""
     if model.partition(":")[0] in ("shape", "tiny"):
         return None
-    return str(bundled_folder()) if model == BUNDLED else _source(model)
+    return str(bundled_folder()) if model == BUNDLED else source_of(model)
 
 
 def _config(model: str, source: str | None) -> PreTrainedConfig:
@@ -268,7 +268,7 @@ def _config(model: str, source: str | None) -> PreTrainedConfig:
 def _weights(config: PreTrainedConfig, dtype: str) -> int:
     """Bytes of the model's weights; gives `config` the name of the class that has them."""
     with torch.device("meta"):  # shapes without storage
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype))
     config.architectures = [type(model).__name__]
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
