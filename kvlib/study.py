@@ -67,7 +67,7 @@ class Profile:
         return MINUTES[int(notebook[:2])] * self.seconds_per_minute
 
 
-MINUTES = (1, 5, 10, 10, 10, 4, 11, 4, 3, 1, 3, 2, 1)  # of a laptop run, by notebook
+MINUTES = (1, 5, 11, 11, 11, 4, 10, 5, 5, 4, 2, 2, 1, 1)  # of a laptop run, by notebook
 PROFILES = {
     "smoke": Profile("smoke", "smollm2", "cpu", 1, 4),
     "laptop": Profile("laptop", "smollm2", "cpu", 5, 60),
