@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvlib.advice import recommend
     from kvlib.attachment import attach
     from kvlib.caches import STRATEGIES, EvictingLayer, KVCache, KVLayer, make_cache
     from kvlib.link import Link
@@ -27,6 +28,7 @@ _HOME = {
     "KVLayer": "kvlib.caches",
     "Link": "kvlib.link",
     "load": "kvlib.models",
+    "recommend": "kvlib.advice",
     "DeviceOutOfMemory": "kvlib.tiers",
     "Tiers": "kvlib.tiers",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "attach",
     "load",
     "make_cache",
+    "recommend",
 ]
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kvlib.recommend import NEAR, NoStrategyError, recommend
+from kvlib.advice import NEAR, NoStrategyError, recommend
 
 USAGE = """usage: python -m kvlib recommend --model MODEL --machine MACHINE --context TOKENS [...]
        python -m kvlib lm_eval [--data auto|bundled|hub] ARGUMENTS

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 
+from kvlib.advice import Advice, Option
 from kvlib.costs import STRATEGIES
 from kvlib.intervals import paired_binary
 from kvlib.measure import value
-from kvlib.recommend import Advice, Option
 
 SPARSITY, ACCURACY = "08_sparsity", "06_accuracy"
 GOOD, BEST, BAD = "#c7e9c0", "#74c476", "#d9d9d9"

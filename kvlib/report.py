@@ -35,6 +35,7 @@ from traitlets.config import Config
 TEMPLATES = Path(__file__).parent / "templates"
 SIZE_LIMIT = 15 * 2**20
 THUMBNAIL_SIZE = (480, 360)
+HEADLINE, HEADLINE_SIZE = "12_choosing", (1800, 1200)  # the figure that the index opens with
 SHOWN_TYPES = ["text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown"]
 
 
@@ -135,7 +136,8 @@ def render(report: Path, figures: Path) -> Path:
         html, _ = exporter.from_notebook_node(notebook, {"page": place(pages, index)})
         write(path.with_suffix(".html"), html)
     contents = exporter.environment.get_template("contents.html.j2")
-    write(report / "index.html", contents.render(pages=pages, claims=claims(figures)) + "\n")
+    about = {"pages": pages, "claims": claims(figures), "headline": headline(pages, figures)}
+    write(report / "index.html", contents.render(**about) + "\n")
     refuse_large(report)
     return report / "index.html"
 
@@ -180,13 +182,20 @@ def page(notebook: NotebookNode, name: str, figures: Path) -> Page:
     )
 
 
-def thumbnail(figure: Path) -> str | None:
-    """The figure made small, as a data URI; None where there is no figure."""
+def headline(pages: Sequence[Page], figures: Path) -> dict[str, Any] | None:
+    """The page and the figure that the index opens with; None where it has not been made."""
+    found = [page for page in pages if page.name == HEADLINE]
+    image = thumbnail(figures / f"{HEADLINE}.png", HEADLINE_SIZE)
+    return {"page": found[0], "image": image} if found and image else None
+
+
+def thumbnail(figure: Path, size: tuple[int, int] = THUMBNAIL_SIZE) -> str | None:
+    """The figure made as small as `size`, as a data URI; None where there is no figure."""
     if not figure.is_file():
         return None
     with Image.open(figure) as image:
         small = image.convert("RGB")
-    small.thumbnail(THUMBNAIL_SIZE)
+    small.thumbnail(size)
     buffer = io.BytesIO()
     small.quantize(64).save(buffer, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
