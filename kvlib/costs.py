@@ -21,6 +21,7 @@ formulas run without torch. Tensor parallelism divides weights, heads and work b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -335,7 +336,7 @@ def sketch_bytes(case: Case, stored: Amount, rows: Amount) -> Amount:
 
 def _products(case: Case, rows: Amount, head: bool = True) -> Amount:
     """Seconds of the products of `rows` tokens with all weights."""
-    read = case.shape.read(dtype_bytes(case.dtype), rows)
+    read = case.shape.read(dtype_bytes(case.dtype), np.ceil(rows))
     return _product(case, read, case.shape.used(head), rows)
 
 
@@ -369,7 +370,8 @@ def _selection(case: Case, stored: Amount, rows: Amount) -> Amount:
     more product with W_Q, and writes and ranks a score for every query head and token.
     """
     shape, of, rates = case.shape, case.machine, case.rates
-    if case.strategy not in (*EVICTING, "infinigen") or case.share >= 1:
+    evicts = case.strategy in EVICTING and case.share < 1
+    if not evicts and case.strategy != "infinigen":
         return 0.0
     scanned = 12.0 * shape.layers * shape.kv_heads * _on_device(case, stored) * rows
     fixed: Any = rates.evict * shape.layers
@@ -437,10 +439,8 @@ def prefill_time(case: Case, tokens: npt.ArrayLike) -> Amount:
     head = shape.used() - shape.used(head=False)
     forward = _products(case, width, head=False) + shape.layers * case.rates.layer
     last = 2 * head / (case.rates.products * case.machine.flops[case.dtype]) / case.gpus
-    compute = (
-        chunks * forward + last + _elementwise(case, prompt) + _prefill_attention(case, prompt)
-    )
-    compute = compute + _reduce(case, prompt)
+    compute = chunks * forward + last + _elementwise(case, prompt)
+    compute = compute + _prefill_attention(case, prompt) + _reduce(case, prompt)
     if not case.fetches or case.machine.threads:
         return compute
     stored = kv_bytes(shape, prompt, 1, case.dtype) * case.heads / case.machine.link.bandwidth
@@ -494,8 +494,7 @@ def _fits(found: Memory, room: float) -> bool:
     return bool(np.all(found.peak <= room))
 
 
-def _largest(fits: object) -> int:
-    assert callable(fits)
+def _largest(fits: Callable[[int], bool]) -> int:
     low, high = 0, 1
     while high < 2**40 and fits(high):
         low, high = high, 2 * high

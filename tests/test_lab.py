@@ -1,4 +1,4 @@
-"""In a real browser: JupyterLab runs 00 and the explorer, sliders move bars, and the report opens."""
+"""In a real browser: JupyterLab runs 00 and the explorer, whose sliders work; the report opens."""
 
 from __future__ import annotations
 
