@@ -20,17 +20,8 @@ from kvlib.costs import STRATEGIES, Case, step_time
 from kvlib.hardware import find_machine
 from kvlib.shapes import find_shape
 
-ASKED = [
-    "recommend",
-    "--model",
-    "llama-3.1-8b",
-    "--machine",
-    "h100-sxm",
-    "--context",
-    "8192",
-    "--concurrency",
-    "16",
-]
+ASKED = ["recommend", "--model", "llama-3.1-8b", "--machine", "h100-sxm"]
+ASKED += ["--context", "8192", "--concurrency", "16"]
 MANY = 100_000  # predictions at once
 
 

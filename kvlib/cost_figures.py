@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from matplotlib.axes import Axes
 
 from kvlib import figures
 from kvlib.costs import EVICTING, Case, largest_batch, longest_context, step_time
+from kvlib.fitting import NEVER
 from kvlib.hardware import find_machine
+from kvlib.interconnect import FREE
 from kvlib.measure import value
 from kvlib.memory import BUDGET
 from kvlib.shapes import find_shape
@@ -69,17 +72,24 @@ def link_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Modelled rows: TPOT behind `tokens` tokens over links of so many GB/s.
 
+    InfiniGen once more with a host that picks rows in no time: `gather` is "free", and the row
+    excluded from what projects a claim.
+
     named: speeds that have a name in the column `link`, and are added to the others
     """
     rows: list[dict[str, Any]] = []
     for strategy in strategies:
         case = case_of(shape, machine, strategy)
-        for speed in sorted({*speeds, *named}) if case.fetches else (np.nan,):
-            own = case.over(speed * 1e9) if case.fetches else case
-            about = {"strategy": strategy, "budget": case.share, "speed": speed, "target": machine}
-            about |= {"link": named.get(speed), "status": "ok", "model": shape, "tokens": tokens}
-            seconds = float(step_time(own, tokens).total)
-            rows.append(value("tpot", seconds, "s", "modelled") | about | {"machine": "formulas"})
+        for gather in ("host", "free") if strategy == "infinigen" else ("host",):
+            rates = replace(case.rates, gather=NEVER) if gather == "free" else case.rates
+            about = {"strategy": strategy, "budget": case.share, "gather": gather}
+            about |= {"target": machine, "status": "ok", "model": shape, "tokens": tokens}
+            about |= {"excluded": FREE} if gather == "free" else {}
+            for speed in sorted({*speeds, *named}) if case.fetches else (np.nan,):
+                own = case.over(speed * 1e9) if case.fetches else case
+                seconds = float(step_time(replace(own, rates=rates), tokens).total)
+                at = {"speed": speed, "link": named.get(speed), "machine": "formulas"}
+                rows.append(value("tpot", seconds, "s", "modelled") | about | at)
     return rows
 
 
