@@ -48,7 +48,7 @@ def advise(arguments: Sequence[str]) -> int:
     except NoStrategyError as error:
         advice, failed = error.advice, str(error)
     if as_json:
-        print(json.dumps(advice.to_dict() | {"error": failed or None}, indent=1))
+        print(json.dumps(advice.to_dict() | {"error": failed or None}, indent=1, allow_nan=False))
     else:
         print(advice)
     if failed:

@@ -7,6 +7,8 @@ comes from stored rows alone, at the budgets that were measured.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from kvlib.shapes import Shape, check_choice, check_positive, count, find_shape
 
 NEAR = 3.0  # points: a strategy within them answers nearly as well as the full cache
 THIS = ("this", "here")
-PREFIXES, SUFFIXES = ("shape:",), ("-instruct", "-chat", "-base", "-it")
+AROUND = re.compile(r"^(shape:|meta-)|(-instruct|-chat|-base|-it|-v\d+(\.\d+)?)+$")  # a name
 GB = 1e9
 
 
@@ -66,9 +68,9 @@ class Option:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What comes first: what fits, then the fastest, then the smallest."""
+        """What comes first: what fits, the fastest, what needs no host, the smallest."""
         if self.fits:
-            return 0, self.tpot, self.memory
+            return 0, float(f"{self.tpot:.3g}"), self.host > 0, self.memory
         return 1, max(self.exceeded.values()), len(self.exceeded), self.tpot
 
 
@@ -88,7 +90,7 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         best = self.best
-        options = [asdict(o) | {"fits": o.fits} for o in self.options]
+        options = [_plain(asdict(o) | {"fits": o.fits}) for o in self.options]
         return {
             "about": self.about,
             "basis": self.basis,
@@ -148,6 +150,13 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
+def _plain(value: Any) -> Any:
+    """Without infinities, which JSON does not know: None stands for them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
 class NoStrategyError(ValueError):
     """No strategy meets all limits; `advice` has how far each one is off."""
 
@@ -200,15 +209,9 @@ def recommend(
 
 
 def find_model(name: str) -> Shape:
-    """A shape by its name; a hub's organisation and a chat model's suffix are forgiven."""
-    short = name.strip().rstrip("/").rpartition("/")[2].casefold()
-    for prefix in PREFIXES:
-        short = short.removeprefix(prefix)
-    bare = short
-    for suffix in SUFFIXES:
-        bare = bare.removesuffix(suffix)
-    known = {"smollm2": "smollm2-135m"}
-    return find_shape(known.get(bare, bare) or name)
+    """A shape by its name; what a hub's name has around it is forgiven."""
+    bare = AROUND.sub("", name.strip().rstrip("/").rpartition("/")[2].casefold())
+    return find_shape({"smollm2": "smollm2-135m"}.get(bare, bare) or name)
 
 
 def machine_and_rates(name: str, figures: Path) -> tuple[Machine, Rates, str]:
@@ -296,8 +299,9 @@ def _option(
 def _judged(option: Option, case: Case, limits: Limits) -> Option:
     """The option with the limits that it exceeds, and by how much."""
     room, host = RESERVED * case.machine.memory, case.machine.host_memory * case.gpus
+    shared = option.host if case.machine.threads else 0.0  # on a CPU both are one memory
     amounts = {
-        "memory": (option.memory, room, _bytes),
+        "memory": (option.memory + shared, room, _bytes),
         "host memory": (option.host, host, _bytes),
         "TTFT": (option.ttft, limits.ttft, _seconds),
         "TPOT": (option.tpot, limits.tpot, _seconds),
@@ -339,12 +343,12 @@ def _explained(options: Sequence[Option]) -> list[Option]:
 
 
 def _compared(option: Option, best: Option) -> Option:
-    ratio = option.tpot / best.tpot
+    ratio, more = option.tpot / best.tpot, option.memory - best.memory
     if ratio >= 1.0005:
         slower = f"{ratio:.1f} times the time" if ratio >= 2 else f"{ratio - 1:.1%} more time"
         return replace(option, reasons=(f"{slower} a token",))
-    more = f"as fast as {best.name}, {(option.memory - best.memory) / GB:.2f} GB more"
-    return replace(option, reasons=(more,))
+    other = f"{_bytes(option.host)} on the host" if option.host else f"{more / GB:.2f} GB more"
+    return replace(option, reasons=(f"as fast as {best.name}, {other}",))
 
 
 def why_none(options: Sequence[Option]) -> str:

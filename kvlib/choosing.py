@@ -25,6 +25,8 @@ def settings(frame: pd.DataFrame) -> pd.DataFrame:
     Columns strategy, budget, memory, tpot, change (points, with low and high of 95 %), front.
     frame: rows of all figures, one model's. A strategy that attends to all changes no answer.
     """
+    if frame.empty or not {SPARSITY, ACCURACY} <= set(frame["figure"]):
+        raise ValueError(f"no rows of {SPARSITY} and {ACCURACY} for this model: run these first")
     sound = frame[frame["status"].isin(["ok", "noisy"])].astype({"value": float})
     own = sound[sound["figure"] == SPARSITY]
     by_budget = own[~own["knobs"].fillna("").str.contains("alpha=[0-9]")]
@@ -123,4 +125,6 @@ def _cell(option: Option, place: int) -> tuple[str, str]:
         return (BEST if place == 1 else GOOD), f"{place}\n{budget}{rate}"
     limit = max(option.exceeded, key=lambda name: option.exceeded[name])
     times = option.exceeded[limit]
-    return BAD, f"{limit.replace(' ', chr(10))}\n" + (f"{times:.1f}×" if times < 1e6 else "unknown")
+    known = {"accuracy": option.accuracy, "recall": option.recall}.get(limit, True)
+    much = "unknown" if not known else f"{times:.1f}×" if times < 1e6 else "over 0"
+    return BAD, f"{limit.replace(' ', chr(10))}\n{much}"

@@ -17,6 +17,7 @@ from kvlib.hardware import find_machine
 from kvlib.interconnect import FREE
 from kvlib.measure import value
 from kvlib.memory import BUDGET
+from kvlib.paper_scale import on_gh200
 from kvlib.shapes import find_shape
 
 GOALS = {  # largest mean absolute error, by what was held out
@@ -86,11 +87,16 @@ def link_rows(
             about |= {"target": machine, "status": "ok", "model": shape, "tokens": tokens}
             about |= {"excluded": FREE} if gather == "free" else {}
             for speed in sorted({*speeds, *named}) if case.fetches else (np.nan,):
-                own = case.over(speed * 1e9) if case.fetches else case
+                own = _linked(case, speed, named.get(speed)) if case.fetches else case
                 seconds = float(step_time(replace(own, rates=rates), tokens).total)
                 at = {"speed": speed, "link": named.get(speed), "machine": "formulas"}
                 rows.append(value("tpot", seconds, "s", "modelled") | about | at)
     return rows
+
+
+def _linked(case: Case, speed: float, name: str | None) -> Case:
+    """The case over a link of so many GB/s; NVLink-C2C comes with the GH200 that it is part of."""
+    return on_gh200(case) if name == "nvlink-c2c" else case.over(speed * 1e9)
 
 
 def predicted_against_measured(ax: Axes, held: pd.DataFrame) -> None:

@@ -10,7 +10,7 @@ A decode step takes compute + what of the transfers its layers cannot hide:
     products = max(weights read / (stream·M), 2 · weights used · B / (products·F)), on a CPU the sum
     attention = keys, values and sketches read / (attend·M)
     step     = Σ over layers of max(compute / L, gather + transfer of the layer that comes next)
-    transfer = bytes fetched / C + latency,   gather = 2 · bytes fetched / (gather·R)
+    transfer = bytes fetched / min(C, R) + latency,   gather = 2 · bytes fetched / (gather·R)
 
 A prefill takes 2 · weights · T / (products·F) for the products, 4 · Hq · D · L · T² / F for
 attention, half of it where flash attention skips the future, half as much again for H2O's second
@@ -123,7 +123,7 @@ class Case:
     @property
     def share(self) -> float:
         """The budget where the strategy has one, else 1."""
-        return self.budget if self.strategy in (*EVICTING, "infinigen") else 1.0
+        return float(self.budget) if self.strategy in (*EVICTING, "infinigen") else 1.0
 
     @property
     def whole(self) -> int:
@@ -195,7 +195,7 @@ def memory(case: Case, tokens: npt.ArrayLike, batch: npt.ArrayLike = 1) -> Memor
         waste=waste,
         state=state * held,
         transit=case.fetches * 2 * case.heads * everything / case.shape.layers,
-        prefill=case.heads * _prefilling(case, stored),
+        prefill=_prefilling(case, stored),
         reserved=pool if case.strategy == "paged" else kv + waste,
         host=case.fetches * everything,
     )
@@ -231,15 +231,18 @@ def sketch_rank(shape: Shape) -> int:
 def _prefilling(case: Case, prompt: Amount) -> Amount:
     """Bytes that reading one prompt adds, at its peak, to what it leaves behind.
 
-    Where tokens are evicted that is, beside what passes, all tokens of the layer in work.
+    Where tokens are evicted that is, beside what passes, all tokens of the layer in work. Several
+    devices share all of it but the residual, which each one has.
     """
-    width = _in_work(case, prompt)
+    width, scored = _in_work(case, prompt), case.strategy == "h2o"
+    evicts = scored or (case.strategy in EVICTING and case.prefill == "chunked")
     scratch = prefill_scratch(
-        case.shape, prompt, case.prefill, "h2o" if case.strategy == "h2o" else "full",
-        dtype=case.dtype, budget=float(case.share), chunk=case.chunk,
+        case.shape, prompt, case.prefill, "h2o" if evicts else "full",
+        dtype=case.dtype, budget=case.share, chunk=case.chunk,
     )  # fmt: skip
-    layer = kv_bytes(case.shape, width, 1, case.dtype, layers=1)
-    return passing_bytes(case, prompt, scratch) + layer * (case.strategy in EVICTING)
+    layer = kv_bytes(case.shape, width, 1, case.dtype, layers=1) * (case.strategy in EVICTING)
+    residual = width * 2 * case.shape.hidden * dtype_bytes(case.dtype)
+    return case.heads * (passing_bytes(case, prompt, scratch) + layer - residual) + residual
 
 
 def passing_bytes(case: Case, prompt: npt.ArrayLike, scratch: Count = 0) -> Amount:
@@ -422,10 +425,12 @@ def _with_fetches(
 
 
 def _transfer(case: Case, moved: Amount) -> Amount:
-    """Seconds in which each device gets its part over a link of its own."""
+    """Seconds in which each device gets its part over a link of its own, from one host for all."""
     if not case.fetches:
         return 0.0
-    return case.heads * moved / case.machine.link.bandwidth + case.rates.latency
+    link, host = case.heads * moved / case.machine.link.bandwidth, moved / case.machine.host
+    seconds: Amount = np.maximum(link, host) + case.rates.latency
+    return seconds
 
 
 # -- prefill -----------------------------------------------------------------------------------

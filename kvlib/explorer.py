@@ -60,6 +60,12 @@ class Choice:
     speed: float = 0.0
     gpus: int = 1
 
+    @property
+    def warning(self) -> str:
+        """What the bars do not show: a context that the model was not made for."""
+        most = find_shape(self.model).positions
+        return f"{self.model} has {most:,} positions" if self.context > most else ""
+
     def device(self) -> Machine:
         """The machine, with the link that was chosen."""
         machine = find_machine(self.machine)
@@ -89,8 +95,9 @@ def memory_bars(choice: Choice) -> list[Bar]:
         room = RESERVED * case.machine.memory
         parts = _memory_parts(found)
         host = f" + {float(found.host) / GB:.1f} GB on the host" if case.fetches else ""
-        fits = "" if sum(parts) <= room else ", does not fit"
-        bars.append(Bar(case.strategy, parts, f"{sum(parts) / GB:.1f} GB{host}{fits}"))
+        fits = sum(parts) <= room and found.host <= case.machine.host_memory * case.gpus
+        note = f"{sum(parts) / GB:.1f} GB{host}{'' if fits else ', does not fit'}"
+        bars.append(Bar(case.strategy, parts, note))
     return bars
 
 
@@ -127,7 +134,7 @@ def html(choice: Choice) -> str:
         _table(f"Memory of a device (line: {room / GB:.0f} GB)", memory_bars(choice), MEMORY, room),
         _table("Time of a decode step", time_bars(choice), TIME, None),
     ]
-    return "".join(tables)
+    return "".join(tables) + (f"<p><b>{escape(choice.warning)}</b></p>" if choice.warning else "")
 
 
 def _table(title: str, bars: Sequence[Bar], parts: Sequence[Part], line: float | None) -> str:
@@ -162,20 +169,22 @@ def show(choice: Choice | None = None) -> Any:
     """The sliders and their bars, for a notebook."""
     import ipywidgets as widgets
 
-    start = choice or Choice()
+    start = _named(choice or Choice())
     wide = {"layout": widgets.Layout(width="430px"), "style": {"description_width": "110px"}}
-    speeds = [("the machine's", 0.0), *((f"{s / 1e9:g} GB/s", s) for s in SPEEDS)]
-    controls = {
-        "model": widgets.Dropdown(options=list(SHAPES), value=start.model, **wide),
-        "machine": widgets.Dropdown(options=list(MACHINES), value=start.machine, **wide),
-        "gpus": widgets.SelectionSlider(options=[1, 2, 4, 8], value=start.gpus, **wide),
-        "speed": widgets.SelectionSlider(options=speeds, value=start.speed, **wide),
-        "context": widgets.SelectionSlider(options=CONTEXTS, value=start.context, **wide),
-        "concurrency": widgets.SelectionSlider(
-            options=CONCURRENCY, value=start.concurrency, **wide
-        ),
-        "budget": widgets.FloatSlider(start.budget, min=0.05, max=1.0, step=0.05, **wide),
+    speeds = [s for s in _with(SPEEDS, start.speed) if s]
+    lists: dict[str, Any] = {
+        "model": list(SHAPES),
+        "machine": list(MACHINES),
+        "gpus": _with([1, 2, 4, 8], start.gpus),
+        "speed": [("the machine's", 0.0), *((f"{s / 1e9:g} GB/s", s) for s in speeds)],
+        "context": _with(CONTEXTS, start.context),
+        "concurrency": _with(CONCURRENCY, start.concurrency),
     }
+    controls: dict[str, Any] = {}
+    for name, options in lists.items():
+        kind = widgets.Dropdown if name in ("model", "machine") else widgets.SelectionSlider
+        controls[name] = kind(options=options, value=getattr(start, name), **wide)
+    controls["budget"] = widgets.FloatSlider(start.budget, min=0.05, max=1.0, step=0.05, **wide)
     for name, control in controls.items():
         control.description = {"speed": "link", "gpus": "GPUs"}.get(name, name)
     view = widgets.HTML(html(start))
@@ -186,6 +195,18 @@ def show(choice: Choice | None = None) -> Any:
     for control in controls.values():
         control.observe(follow, names="value")
     return widgets.VBox([*controls.values(), view])
+
+
+def _with(options: Sequence[float], chosen: float) -> list[float]:
+    """The options of a slider, with what the choice has."""
+    return sorted({*options, chosen})
+
+
+def _named(choice: Choice) -> Choice:
+    """The choice with names as the tables have them; ValueError offers the nearest ones."""
+    return replace(
+        choice, model=find_shape(choice.model).name, machine=find_machine(choice.machine).name
+    )
 
 
 # -- as rows and a picture, for the report ------------------------------------------------------

@@ -116,6 +116,8 @@ class Times:
 
 def times_of(records: Iterable[Record], machine: Machine) -> Times:
     """The times among the rows that are sound: measured, on whole models, undisturbed."""
+    if not machine.threads:
+        raise ValueError(f"{machine.name}: rates are fitted on CPUs, where the parts add up")
     groups: dict[tuple[Any, ...], list[tuple[float, float, float]]] = defaultdict(list)
     for row in records:
         sound = row["source"] == "measured" and row["status"] == "ok"
@@ -228,17 +230,7 @@ def held_out(times: Times, groups: Mapping[str, Sequence[Mask]]) -> list[dict[st
                 part.strategy, part.model, part.metric, part.tokens, part.batch, part.seconds,
                 predicted, predicted / part.seconds - 1, strict=True,
             )  # fmt: skip
-            names = [
-                "strategy",
-                "model",
-                "metric",
-                "tokens",
-                "batch",
-                "seconds",
-                "predicted",
-                "error",
-            ]
-            found += [{"scheme": scheme} | dict(zip(names, c, strict=True)) for c in columns]
+            found += [{"scheme": scheme} | dict(zip(HELD, c, strict=True)) for c in columns]
     return found
 
 
@@ -249,10 +241,7 @@ def byte_errors(records: Iterable[Record], machine: Machine) -> list[dict[str, A
     """One record a counted size: what the formulas say, unfitted, and the relative error."""
     found = []
     for row in records:
-        if (
-            row["metric"] not in ("device_used", "host_used", "bytes_moved")
-            or row["status"] != "ok"
-        ):
+        if row["metric"] not in COUNTED or row["status"] not in ("ok", "noisy"):
             continue
         shape, counted = find_shape(_shape(row)), float(row["value"])
         case = Case(shape, machine, row["strategy"], _share(row), "float32")

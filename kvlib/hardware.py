@@ -34,8 +34,9 @@ class Machine:
 
     memory: bytes. bandwidth: B/s of device memory, reads and writes counted together.
     flops: dense matrix-product FLOP/s by dtype. link: its default path to host memory.
-    host, host_memory: B/s and bytes of that memory, its share for one device. peer: B/s to other
-    devices, one direction; 0 where there are none. around: the source of these three.
+    host: B/s of that memory, of the socket that the device hangs on. host_memory: bytes of it for
+    one device. peer: B/s to other devices, one direction; 0 where there are none. around: the
+    source of these three.
     threads: CPU threads that the figures were measured with, 0 for a GPU.
     """
 

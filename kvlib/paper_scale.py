@@ -82,6 +82,11 @@ def predict(of: Mapping[str, Case]) -> dict[str, float]:
     }
 
 
+def on_gh200(case: Case) -> Case:
+    """The same on a GH200: NVLink-C2C, its memory and its host."""
+    return replace(case, machine=find_machine("gh200"))
+
+
 def blind() -> dict[str, dict[str, float]]:
     """The committed predictions: `overlapped`, as the papers design it, and `serial`."""
     path = Path(__file__).with_name("blind.toml")

@@ -89,10 +89,12 @@ class Attempt:
         return True
 
     def _run(self, cache: KVCache, tokens: int, batch: int) -> None:
-        with cache.tiers.device.borrow(int(passing_bytes(self.case, tokens))):
+        passing = int(passing_bytes(self.case, tokens))
+        with cache.tiers.device.borrow(passing):
             self._read(cache, tokens, 0)
         for row in range(1, batch):
-            cache.insert(self._another(cache, tokens, row))
+            with cache.tiers.device.borrow(passing):
+                cache.insert(self._another(cache, tokens, row))
         token = torch.ones(batch, 1, dtype=torch.long, device=self.model.device)
         for _ in range(STEPS):
             self.model(token, past_key_values=cache, logits_to_keep=1)

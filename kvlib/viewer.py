@@ -42,7 +42,7 @@ def record(loaded: Any, strategy: str, ids: Tensor, budget: float, steps: int) -
     """Read ids [1, T], then write `steps` tokens greedily; the state after each forward."""
     knobs = inspect.signature(find_strategy(strategy)).parameters
     options: dict[str, Any] = {knob: budget for knob in ("budget", "cap") if knob in knobs}
-    frames, text = [], ids[0].tolist()
+    frames, text, ids = [], ids[0].tolist(), ids.to(loaded.model.device)
     with attach(loaded.model):
         cache = make_cache(strategy, loaded.model, **options)
         for _ in range(steps + 1):

@@ -160,6 +160,31 @@ def test_infinigen_fetches_two_layers_whole_and_its_share_of_the_others() -> Non
     assert found.state == 2000 * 8 * (4 * 32 + 30 * rank * 2)
 
 
+def test_a_whole_number_is_a_share_too() -> None:
+    one, whole = (costs.memory(Case(LLAMA, H100, "h2o", b), 1000) for b in (1, 1.0))
+    assert one.kv == whole.kv == 1000 * 131_072
+
+
+def test_no_link_is_faster_than_the_memory_behind_it() -> None:
+    case = Case(LLAMA, H100, "offload")
+    fast, faster = (costs.step_time(case.over(bw), 50_000).transfer for bw in (4e11, 4e13))
+    assert fast == faster == pytest.approx(50_000 * 131_072 / H100.host)
+
+
+def test_every_device_has_the_residual_of_a_prompt() -> None:
+    one, eight = (costs.memory(Case(LLAMA, H100, gpus=g), 8192).prefill for g in (1, 8))
+    residual = 8192 * 2 * 4096 * 2
+    assert eight == pytest.approx((one - residual) / 8 + residual)
+
+
+def test_chunks_of_an_evicting_strategy_attend_to_what_it_keeps() -> None:
+    whole, part = (
+        costs.memory(Case(LLAMA, H100, "streaming", 0.1, prefill=p), 100_000).prefill
+        for p in ("eager", "chunked")
+    )
+    assert part < whole / 50
+
+
 def test_devices_share_weights_and_heads() -> None:
     one, two, many = (costs.memory(Case(LLAMA, H100, gpus=g), 1000) for g in (1, 2, 8))
     assert two.weights == one.weights / 2
@@ -231,5 +256,9 @@ def test_tokens_must_be_whole_numbers() -> None:
 
 
 def test_it_runs_without_torch() -> None:
-    code = "import sys, kvlib.costs, kvlib.fitting, kvlib.advice; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, kvlib, kvlib.fitting, kvlib.explorer\n"
+        "kvlib.recommend(model='llama-3.1-8b', machine='h100-sxm', context=64, output=1)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

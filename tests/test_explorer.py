@@ -30,6 +30,25 @@ def test_every_strategy_has_two_bars_and_what_does_not_fit_says_so() -> None:
     assert "does not fit" not in explorer.html(Choice(concurrency=1, context=512))
 
 
+def test_any_choice_has_its_place_on_the_sliders() -> None:
+    odd = Choice("OPT-125m", "H100-SXM", 10_000, 24, 0.22, 7e9, gpus=3)
+    box = explorer.show(odd)
+    values = {child.description: child.value for child in box.children[:-1]}
+    assert (values["context"], values["concurrency"], values["GPUs"]) == (10_000, 24, 3)
+    assert (values["link"], values["machine"]) == (7e9, "h100-sxm")
+    assert "opt-125m has 2,048 positions" in box.children[-1].value
+    with pytest.raises(ValueError, match="no machine is called"):
+        explorer.show(Choice(machine="h1000"))
+
+
+def test_what_the_host_cannot_hold_does_not_fit() -> None:
+    (bar,) = [
+        b for b in explorer.memory_bars(Choice(context=131_072, concurrency=256))
+        if b.strategy == "offload"
+    ]  # fmt: skip
+    assert "on the host, does not fit" in bar.note
+
+
 def test_moving_a_slider_changes_the_bars() -> None:
     box = explorer.show()
     controls = {child.description: child for child in box.children[:-1]}

@@ -119,6 +119,11 @@ def test_only_sound_times_are_fitted() -> None:
         fitting.times_of(spoilt, HERE)
 
 
+def test_the_parts_of_a_gpus_step_do_not_add_up() -> None:
+    with pytest.raises(ValueError, match="rates are fitted on CPUs"):
+        fitting.times_of(rows(), replace(HERE, threads=0))
+
+
 def test_rows_of_01_name_no_budget() -> None:
     row = rows()[0] | {"metric": "ttft", "batch": "", "budget": "", "prefill": "eager"}
     times = fitting.times_of([row | {"strategy": "h2o", "model": "smollm2"}], HERE)

@@ -26,8 +26,18 @@ def test_what_would_close_the_gap_closes_it() -> None:
         predicted = paper_scale.predict(found[name][0])
         assert predicted["h2o_ratio"] == pytest.approx(3.0)
         assert predicted["infinigen_ratio"] == pytest.approx(17.0)
-    explanation = found["launches"][1]
-    assert explanation.plausible == (explanation.low <= explanation.value <= explanation.high)
+    amounts = {name: e.value for name, (_, e) in found.items()}
+    assert amounts["launches"] == pytest.approx(0.33e-3, rel=0.02)  # seconds a layer
+    assert amounts["slow gather"] == pytest.approx(8.6e9, rel=0.02)  # bytes a second
+    assert amounts["waiting"] == pytest.approx(1.9e-3, rel=0.02)  # seconds a layer
+    assert all(e.plausible for _, e in found.values())
+
+
+def test_an_explanation_is_plausible_within_its_range_only() -> None:
+    from kvlib.paper_scale import Explanation
+
+    for value, plausible in ((0.9, False), (1.0, True), (2.0, True), (2.1, False)):
+        assert Explanation("x", "x", value, 1.0, 2.0, "s", "x").plausible is plausible
 
 
 def test_a_miss_is_a_factor_outside_the_reported_range() -> None:

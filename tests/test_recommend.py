@@ -142,12 +142,34 @@ def test_losers_say_what_they_lose_by(figures: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["meta-llama/Llama-3.1-8B-Instruct", "LLAMA-3.1-8B/", "shape:llama-3.1-8b", " llama-3.1-8b"],
+    ("name", "shape"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct/", "llama-3.1-8b"),
+        ("LLAMA-3.1-8B/", "llama-3.1-8b"),
+        ("shape:llama-3.1-8b", "llama-3.1-8b"),
+        (" llama-3.1-8b", "llama-3.1-8b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("facebook/opt-13b", "opt-13b"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("smollm2", "smollm2-135m"),
+    ],
 )
-def test_names_are_forgiven(name: str) -> None:
-    assert find_model(name) is SHAPES["llama-3.1-8b"]
-    assert find_model("smollm2") is SHAPES["smollm2-135m"]
+def test_names_are_forgiven(name: str, shape: str) -> None:
+    assert find_model(name) is SHAPES[shape]
+
+
+def test_what_needs_no_host_comes_before_what_hides_it(figures: Path) -> None:
+    asked = {"model": "llama-3.1-8b", "machine": "gh200", "context": 1024}
+    advice = recommend(**asked, max_accuracy_loss=0, figures=figures)
+    order = [option.strategy for option in advice.options if option.fits]
+    assert order == ["paged", "full", "offload"]
+    offload = advice.options[2]
+    assert offload.tpot == pytest.approx(advice.options[0].tpot)
+    assert offload.reasons == (f"as fast as paged, {offload.host / 1e9:.1f} GB on the host",)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +216,36 @@ def test_limits_on_answers_need_rows(tmp_path: Path) -> None:
     advice = recommend(**EASY, max_accuracy_loss=None, figures=tmp_path)
     assert "?" in str(advice)
     with pytest.raises(ValueError, match="09_capacity"):
-        recommend(**EASY | {"machine": "this"}, max_accuracy_loss=None, figures=tmp_path)
+        recommend(**{**EASY, "machine": "this"}, max_accuracy_loss=None, figures=tmp_path)
+
+
+def test_this_machine_is_the_one_of_the_stored_rows(tmp_path: Path) -> None:
+    """Its device and host are one memory, which both are held against together."""
+    columns = ["strategy", "metric", "value", "source", "status", "model", "tokens", "batch"]
+    columns += ["budget", "chip", "machine", "dtype", "prefill"]
+    own = {"memory": 16e9, "bandwidth": 20e9, "link": 1e10, "host": 20e9, "host_memory": 16e9}
+    rows = [
+        {"metric": name, "value": amount, "chip": "a chip", "machine": "m"}
+        for name, amount in {**own, "threads": 2, "flops": 3e11}.items()
+    ]
+    rows[-1]["dtype"] = "float32"
+    for tokens in (128, 1024):
+        for batch in (1, 8):
+            sizes = {"tokens": tokens, "batch": batch, "model": "smollm2", "strategy": "full"}
+            seconds = 0.03 + 1e-5 * tokens * batch
+            rows.append({"metric": "tpot", "value": seconds, **sizes})
+        rows.append({"metric": "ttft", "value": 1e-3 * tokens, **sizes, "batch": 1})
+    with (tmp_path / "09_capacity.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows({"source": "measured", "status": "ok", **row} for row in rows)
+    asked: dict[str, Any] = {"machine": "this", "max_accuracy_loss": None, "figures": tmp_path}
+    advice = recommend(model="smollm2", context=512, **asked)
+    assert "(float32) on 1 x a chip" in advice.about
+    assert advice.best is not None
+    assert advice.best.tpot == pytest.approx(0.035, rel=0.2)
+    with pytest.raises(NoStrategyError, match="memory"):
+        recommend(model="llama-3.2-1b", context=100_000, concurrency=2, **asked)
 
 
 def test_the_command_prints_a_table_or_json(
@@ -211,6 +262,8 @@ def test_the_command_prints_a_table_or_json(
     assert found["best"] in STRATEGIES
     assert found["error"] is None
     assert {o["strategy"] for o in found["options"]} == set(STRATEGIES)
+    assert command.main([*asked, "--json", "--max-accuracy-loss", "0"]) == 0
+    assert "Infinity" not in capsys.readouterr().out  # which is not JSON
 
 
 def test_the_command_says_what_is_wrong_in_a_line(
