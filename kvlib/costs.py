@@ -39,7 +39,7 @@ from kvlib.memory import (
     prefill_scratch,
     weight_bytes,
 )
-from kvlib.shapes import Count, Mixture, Shape, check_choice, check_positive, count
+from kvlib.shapes import Mixture, Shape, check_choice, check_positive, count
 
 Amount = float | npt.NDArray[np.float64]
 
@@ -234,23 +234,24 @@ def _prefilling(case: Case, prompt: Amount) -> Amount:
     Where tokens are evicted that is, beside what passes, all tokens of the layer in work. Several
     devices share all of it but the residual, which each one has.
     """
-    width, scored = _in_work(case, prompt), case.strategy == "h2o"
-    evicts = scored or (case.strategy in EVICTING and case.prefill == "chunked")
-    scratch = prefill_scratch(
-        case.shape, prompt, case.prefill, "h2o" if evicts else "full",
-        dtype=case.dtype, budget=case.share, chunk=case.chunk,
-    )  # fmt: skip
+    width = _in_work(case, prompt)
     layer = kv_bytes(case.shape, width, 1, case.dtype, layers=1) * (case.strategy in EVICTING)
     residual = width * 2 * case.shape.hidden * dtype_bytes(case.dtype)
-    return case.heads * (passing_bytes(case, prompt, scratch) + layer - residual) + residual
+    return case.heads * (passing_bytes(case, prompt) + layer - residual) + residual
 
 
-def passing_bytes(case: Case, prompt: npt.ArrayLike, scratch: Count = 0) -> Amount:
-    """Bytes that pass through the device while one prompt is read, `scratch` for attention.
+def passing_bytes(case: Case, prompt: npt.ArrayLike) -> Amount:
+    """Bytes that pass through one device while a prompt is read, and leave nothing there.
 
-    Activations and, of a cache that lives on the host, two layers: one in work, one on its way.
+    Activations with the scratch of attention and, of a cache that lives on the host, two layers:
+    one in work, one on its way.
     """
-    width = _in_work(case, count("tokens", prompt))
+    width, evicts = _in_work(case, count("tokens", prompt)), case.strategy in EVICTING
+    scored = case.strategy == "h2o" or (evicts and case.prefill == "chunked")
+    scratch = prefill_scratch(
+        case.shape, prompt, case.prefill, "h2o" if scored else "full",
+        dtype=case.dtype, budget=case.share, chunk=case.chunk,
+    )  # fmt: skip
     layers = kv_bytes(case.shape, prompt, 1, case.dtype, layers=2) if case.fetches else 0.0
     return layers + activations(case.shape, width, scratch, 1, case.dtype)
 
@@ -459,7 +460,7 @@ def _prefill_attention(case: Case, prompt: Amount) -> Amount:
     T² float32 numbers a query head.
     """
     shape, of, rates = case.shape, case.machine, case.rates
-    square = shape.layers * shape.heads * prompt * prompt
+    square = float(shape.layers * shape.heads) * prompt * prompt
     work = 4 * shape.head_dim * square
     if case.prefill == "flash":
         passes = 1.5 if case.strategy == "h2o" and case.share < 1 else 1.0
