@@ -104,7 +104,7 @@ def run_all(page: Any, address: str) -> None:
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name=re.compile("^Run All Cells")).first.click()
-    page.wait_for_selector(".jp-OutputArea-output .jupyter-widgets")
+    page.wait_for_selector(".widget-html-content", state="attached")
 
 
 def moved(page: Any, label: str, read: Callable[[], str]) -> tuple[str, str]:
