@@ -141,6 +141,6 @@ def link_seconds(point: Mapping[str, Any]) -> float:
         taken += 2.5
         share = {"infinigen": 0.35, "offload": 1.0}.get(strategy, 0.0)
         variants = 2 if strategy == "infinigen" else 1
-        each = sum(0.05 + share * 13.0 / speed for speed in speeds) if share else 0.05
+        each = sum(0.05 + share * 12.0 / speed for speed in speeds) if share else 0.05
         taken += (point["steps"] + 1) * variants * each
     return taken
