@@ -83,8 +83,15 @@ def predict(of: Mapping[str, Case]) -> dict[str, float]:
 
 
 def on_gh200(case: Case) -> Case:
-    """The same on a GH200: NVLink-C2C, its memory and its host."""
-    return replace(case, machine=find_machine("gh200"))
+    """The same on a GH200: NVLink-C2C, its memory and its host.
+
+    Where the host does not pick rows as fast as its memory allows, its cores set the pace, and pick
+    as many bytes a second there.
+    """
+    machine, share = find_machine("gh200"), case.rates.gather
+    if share < 1:
+        share = share * case.machine.host / machine.host
+    return replace(case, machine=machine, rates=replace(case.rates, gather=share))
 
 
 def blind() -> dict[str, dict[str, float]]:

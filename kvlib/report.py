@@ -185,11 +185,13 @@ def page(notebook: NotebookNode, name: str, figures: Path) -> Page:
 def headline(pages: Sequence[Page], figures: Path) -> dict[str, Any] | None:
     """The page and the figure that the index opens with; None where it has not been made."""
     found = [page for page in pages if page.name == HEADLINE]
-    image = thumbnail(figures / f"{HEADLINE}.png", HEADLINE_SIZE)
+    image = thumbnail(figures / f"{HEADLINE}.png", HEADLINE_SIZE, colours=256)
     return {"page": found[0], "image": image} if found and image else None
 
 
-def thumbnail(figure: Path, size: tuple[int, int] = THUMBNAIL_SIZE) -> str | None:
+def thumbnail(
+    figure: Path, size: tuple[int, int] = THUMBNAIL_SIZE, colours: int = 64
+) -> str | None:
     """The figure made as small as `size`, as a data URI; None where there is no figure."""
     if not figure.is_file():
         return None
@@ -197,7 +199,7 @@ def thumbnail(figure: Path, size: tuple[int, int] = THUMBNAIL_SIZE) -> str | Non
         small = image.convert("RGB")
     small.thumbnail(size)
     buffer = io.BytesIO()
-    small.quantize(64).save(buffer, "PNG", optimize=True)
+    small.quantize(colours).save(buffer, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

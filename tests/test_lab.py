@@ -39,6 +39,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (folder / f"{name}.ipynb").write_text(
             text.replace('"out = None', f'"out = {str(folder)!r}'), encoding="utf-8"
         )
+    own = folder / ".settings" / "@jupyterlab" / "notebook-extension"
+    own.mkdir(parents=True)  # cells out of sight stay on the page
+    (own / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
     (folder / "figures").mkdir()
     shutil.copytree(HOME / "figures" / "data", folder / "figures" / "data")
     with socket.socket() as free:
@@ -49,11 +52,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--LabApp.news_url=", "--LabApp.check_for_updates_class="
                 "jupyterlab.NeverCheckForUpdate"]  # fmt: skip
     settings = {"JUPYTER_CONFIG_DIR": str(folder / ".config"), "HOME": str(folder)}
+    settings["JUPYTERLAB_SETTINGS_DIR"] = str(folder / ".settings")
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(settings))
         try:
             _wait_for(f"http://127.0.0.1:{port}/api", server, folder / "log")
-            yield f"http://127.0.0.1:{port}/lab/tree/"
+            yield f"http://127.0.0.1:{port}/lab/workspaces"
         finally:
             server.terminate()
             server.wait(20)
@@ -102,6 +106,7 @@ def run_all(page: Any, address: str) -> None:
     """Open a notebook in JupyterLab, run all its cells, and wait until the last one has run."""
     page.goto(address)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    page.locator(".jp-StatusBar-Widget", has_text="| Idle").first.wait_for()  # its kernel is there
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name=re.compile("^Run All Cells")).first.click()
     page.wait_for_selector(".widget-html-content", state="attached")
@@ -129,7 +134,7 @@ def test_sliders_move_what_is_shown(
     lab: str, page: tuple[Any, list[str]], notebook: str, labels: list[str]
 ) -> None:
     opened, errors = page
-    run_all(opened, f"{lab}{notebook}.ipynb")
+    run_all(opened, f"{lab}/{notebook}/tree/{notebook}.ipynb")  # nothing else is open there
 
     def shown() -> str:
         return str(opened.locator(".widget-html-content").first.inner_html())

@@ -45,3 +45,18 @@ def test_a_miss_is_a_factor_outside_the_reported_range() -> None:
     assert [miss(value, figure) for value in (5.0, 10.0, 15.0, 40.0)] == [0.5, 1.0, 1.0, 2.0]
     assert figure.reported == "10 to 20 s"
     assert Figure("x", "x", 1e5, float("inf"), "tokens").reported == "at least 100,000 tokens"
+
+
+def test_slow_cores_are_no_faster_beside_a_faster_memory() -> None:
+    from dataclasses import replace
+
+    from kvlib.costs import Rates, step_time
+
+    best = paper_scale.cases(overlap=False)["infinigen"]
+    slow = replace(best, rates=Rates(gather=0.05))
+    for case, gains in ((best, True), (slow, False)):
+        before, after = (
+            float(step_time(c, 10_000).gather) for c in (case, paper_scale.on_gh200(case))
+        )
+        assert (after < 0.9 * before) is gains
+        assert gains or after == pytest.approx(before)

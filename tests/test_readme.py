@@ -18,17 +18,18 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def test_each_example_has_its_test_here() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "printed"),
     [
-        (0, ["The capital of France is Paris", "'kv': "]),
-        (1, ["bytes fetched", "Move(layer="]),
-        (2, ["tokens/s, TTFT", "bytes used at most"]),
-        (3, ["accuracy"]),
+        (0, ["ms a token", "longest context"]),
+        (1, ["The capital of France is Paris", "'kv': "]),
+        (2, ["bytes fetched", "Move(layer="]),
+        (3, ["tokens/s, TTFT", "bytes used at most"]),
+        (4, ["accuracy"]),
     ],
 )
 def test_an_example_runs(tmp_path: Path, example: int, printed: list[str]) -> None:
@@ -46,7 +47,7 @@ def test_the_last_example_is_a_strategy(
     tmp_path: Path, tiny: Callable[..., PreTrainedModel]
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(BLOCKS[4], encoding="utf-8")
+    file.write_text(BLOCKS[5], encoding="utf-8")
     model = tiny("llama")
     with kvlib.attach(model):
         cache = kvlib.make_cache(f"{file}:SinksAndRecent", model, budget=8)
