@@ -68,9 +68,9 @@ def parser() -> argparse.ArgumentParser:
     add("--context", required=True, type=int, help="tokens of a request that are read")
     add("--concurrency", type=int, default=1, help="requests at once")
     add("--output", type=int, default=256, help="tokens that are generated for each")
-    add("--max-accuracy-loss", type=_points, default=NEAR, metavar="POINTS",
+    add("--max-accuracy-loss", type=points, default=NEAR, metavar="POINTS",
         help='on lm-eval tasks, or "any"; default: %(default)g')  # fmt: skip
-    add("--max-recall-loss", type=_points, metavar="POINTS",
+    add("--max-recall-loss", type=points, metavar="POINTS",
         help="on facts stated early in a conversation")  # fmt: skip
     add("--ttft", type=float, metavar="SECONDS", help="to the first token, at most")
     add("--tpot", type=float, metavar="SECONDS", help="for each further token, at most")
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _points(text: str) -> float | None:
+def points(text: str) -> float | None:
     return None if text == "any" else float(text)
 
 
