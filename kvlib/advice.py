@@ -331,13 +331,14 @@ def _points(value: float) -> str:
 
 def _best_of_each(options: Sequence[Option]) -> list[Option]:
     """The first option of each strategy, in order."""
-    ranked = sorted(options, key=lambda option: option.order)
-    return list({o.strategy: o for o in reversed(ranked)}.values())[::-1]
+    first: dict[str, Option] = {}
+    for option in sorted(options, key=lambda option: option.order):
+        first.setdefault(option.strategy, option)
+    return list(first.values())
 
 
-def _explained(options: Sequence[Option]) -> list[Option]:
-    """Ranked, those that fit with what the best one has over them."""
-    ranked = sorted(options, key=lambda option: option.order)
+def _explained(ranked: Sequence[Option]) -> list[Option]:
+    """Those that fit with what the best one, which comes first, has over them."""
     best = ranked[0]
     return [_compared(o, best) if o.fits and o is not best else o for o in ranked]
 

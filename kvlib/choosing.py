@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from kvlib.advice import Advice, Option
 from kvlib.costs import STRATEGIES
-from kvlib.intervals import paired_binary
+from kvlib.evidence import Evidence
 from kvlib.measure import value
 
-SPARSITY, ACCURACY = "08_sparsity", "06_accuracy"
+SPARSITY = "08_sparsity"
 GOOD, BEST, BAD = "#c7e9c0", "#74c476", "#d9d9d9"
 
 
-def settings(frame: pd.DataFrame) -> pd.DataFrame:
+def settings(frame: pd.DataFrame, tasks: Evidence) -> pd.DataFrame:
     """One row a strategy and budget: memory and TPOT ÷ the full cache's, and points of answers.
 
     Columns strategy, budget, memory, tpot, change (points, with low and high of 95 %), front.
-    frame: rows of all figures, one model's. A strategy that attends to all changes no answer.
+    frame: rows of all figures, one model's. tasks: the answers, of which a strategy that attends
+    to all changes none.
     """
-    if frame.empty or not {SPARSITY, ACCURACY} <= set(frame["figure"]):
-        raise ValueError(f"no rows of {SPARSITY} and {ACCURACY} for this model: run these first")
+    if frame.empty or SPARSITY not in set(frame["figure"]):
+        raise ValueError(f"no rows of {SPARSITY} for this model: run it first")
     sound = frame[frame["status"].isin(["ok", "noisy"])].astype({"value": float})
     own = sound[sound["figure"] == SPARSITY]
     by_budget = own[~own["knobs"].fillna("").str.contains("alpha=[0-9]")]
@@ -41,24 +42,20 @@ def settings(frame: pd.DataFrame) -> pd.DataFrame:
         }
     ).reset_index()
     changes = [
-        _change(sound, s, b) for s, b in zip(found["strategy"], found["budget"], strict=True)
+        _change(tasks, s, b) for s, b in zip(found["strategy"], found["budget"], strict=True)
     ]
     found[["change", "low", "high"]] = changes
     found = found.dropna(subset=["tpot", "change"])
     return found.assign(front=on_front(found[["memory", "tpot", "change"]].to_numpy() * (1, 1, -1)))
 
 
-def _change(frame: pd.DataFrame, strategy: str, budget: float) -> tuple[float, float, float]:
+def _change(tasks: Evidence, strategy: str, budget: float) -> tuple[float, float, float]:
     """Points that answers change by, with a 95 % interval; NaN where they were not asked."""
     if budget >= 1:
         return 0.0, 0.0, 0.0
-    rows = frame[(frame["figure"] == ACCURACY) & (frame["metric"] == "correct")]
-    answers = rows.set_index(["task", "item"])
-    own = answers[(answers["strategy"] == strategy) & (answers["budget"] == budget)]["value"]
-    both = pd.concat([own, answers[answers["strategy"] == "full"]["value"]], axis=1, join="inner")
-    if both.empty:
+    change = tasks.change(strategy, budget)
+    if change is None:
         return np.nan, np.nan, np.nan
-    change = paired_binary(both.iloc[:, 0].to_numpy(), both.iloc[:, 1].to_numpy())
     ends = change.interval()
     return 100 * change.value, 100 * ends.low, 100 * ends.high
 
@@ -103,19 +100,13 @@ def decisions(ax: Axes, advice: Mapping[str, Advice]) -> None:
         for place, option in enumerate(found.options, 1):
             column = STRATEGIES.index(option.strategy)
             shade, text = _cell(option, place)
-            ax.add_patch(_box(column, line, shade))
+            ax.add_patch(Rectangle((column - 0.48, line - 0.46), 0.96, 0.92, facecolor=shade))
             ax.text(column, line, text, ha="center", va="center", fontsize=7)
     ax.set_xticks(range(len(STRATEGIES)), STRATEGIES, fontsize=8)
     ax.set_yticks(range(len(advice)), [name.replace(", ", ",\n") for name in advice], fontsize=8)
     ax.set(xlim=(-0.5, len(STRATEGIES) - 0.5), ylim=(len(advice) - 0.5, -0.5))
     ax.grid(visible=False)
     ax.tick_params(length=0)
-
-
-def _box(column: int, line: int, shade: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((column - 0.48, line - 0.46), 0.96, 0.92, facecolor=shade)
 
 
 def _cell(option: Option, place: int) -> tuple[str, str]:

@@ -11,7 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvlib import figures
-from kvlib.costs import EVICTING, Case, largest_batch, longest_context, step_time
+from kvlib.costs import Case, largest_batch, longest_context, step_time
+from kvlib.evidence import INEXACT
 from kvlib.fitting import NEVER
 from kvlib.hardware import find_machine
 from kvlib.interconnect import FREE
@@ -31,7 +32,7 @@ MARKS = dict(zip(GOALS, "o^sD", strict=True))
 
 def case_of(shape: str, machine: str, strategy: str, gpus: int = 1) -> Case:
     """The case of a strategy at the study's budget, by names, at the most a machine can do."""
-    budget = BUDGET if strategy in (*EVICTING, "infinigen") else 1.0
+    budget = BUDGET if strategy in INEXACT else 1.0
     return Case(find_shape(shape), find_machine(machine), strategy, budget, gpus=gpus)
 
 

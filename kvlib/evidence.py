@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvlib.costs import EVICTING
 from kvlib.records import Record, read, text
+
+if TYPE_CHECKING:
+    from kvlib.intervals import Estimate
 
 INEXACT = (*EVICTING, "infinigen")
 Answers = dict[str, float]
@@ -37,16 +41,21 @@ class Evidence:
         """Points lost at a budget; None where no rows are stored for it."""
         if strategy not in INEXACT or budget >= 1:
             return EXACT
-        own, full = self.answers.get((strategy, budget)), self.answers.get(("full", None), {})
-        asked = [item for item in own or {} if item in full]
-        if own is None or not asked:
+        change = self.change(strategy, budget)
+        if change is None:
             return None
-        from kvlib.intervals import paired_binary
+        source = f"{self.name}: {change.n} {self.told}"
+        return Loss(-100 * change.value, max(0.0, -100 * change.interval().low), source)
 
-        change = paired_binary([own[i] for i in asked], [full[i] for i in asked])
-        low = change.interval().low
-        source = f"{self.name}: {len(asked)} {self.told}"
-        return Loss(-100 * change.value, max(0.0, -100 * low), source)
+    def change(self, strategy: str, budget: float) -> Estimate | None:
+        """Change in the share of right answers, paired by question; None where there are none."""
+        own, full = self.answers.get((strategy, budget), {}), self.answers.get(("full", None), {})
+        asked = [item for item in own if item in full]
+        if not asked:
+            return None
+        from kvlib.intervals import paired_binary  # takes longer to import than to use
+
+        return paired_binary([own[i] for i in asked], [full[i] for i in asked])
 
     @property
     def budgets(self) -> list[float]:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlib.costs import (
-    EVICTING,
     Amount,
     Case,
     Rates,
@@ -25,6 +24,7 @@ from kvlib.costs import (
     prefill_time,
     step_time,
 )
+from kvlib.evidence import INEXACT
 from kvlib.hardware import Link, Machine
 from kvlib.memory import BUDGET
 from kvlib.records import Record, text
@@ -144,8 +144,8 @@ def _shape(row: Record) -> str:
 
 def _share(row: Record) -> float:
     """The budget of a row; where it names none, the one that the study takes."""
-    has_one = row["strategy"] in (*EVICTING, "infinigen")
-    return float(text(row, "budget") or (BUDGET if has_one else 1.0))
+    usual = BUDGET if row["strategy"] in INEXACT else 1.0
+    return float(text(row, "budget") or usual)
 
 
 def _times(key: tuple[Any, ...], sizes: Floats, machine: Machine) -> Times:
