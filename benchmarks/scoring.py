@@ -108,7 +108,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     torch.set_num_threads(2)
     loaded = load("smollm2")
-    lm = KVLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=160)
+    lm = KVLM(loaded.model, tokenizer=loaded.tokenizer, batch_size=80)
     lm.scorer.room = 20_000
     for task in options.tasks.split(","):
         asked = tasks.questions(task, count=options.questions, shots=options.shots)

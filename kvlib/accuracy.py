@@ -62,6 +62,7 @@ class KVLM(HFLM):  # type: ignore[misc]
             pretrained = str(bundled_folder())
             arguments.setdefault("dtype", "float32")
         arguments.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+        arguments.setdefault("softmax_dtype", "float64")  # see `plain`
         super().__init__(pretrained, truncation=truncation, **arguments)
         automatic = self.batch_size == "auto"
         self.scorer = Scorer(self.model, BATCH if automatic else int(self.batch_size))
@@ -107,7 +108,11 @@ class KVLM(HFLM):  # type: ignore[misc]
         return found
 
     def plain(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """What lm-eval's own model, which knows no cache, answers."""
+        """What lm-eval's own model, which knows no cache, answers.
+
+        Its log-softmax over a vocabulary is off by 1e-5 a token in float32, which adds up in
+        long answers; hence its option `softmax_dtype` is float64 here unless it is given.
+        """
         requests = [(None, list(pair.context), list(pair.continuation)) for pair in pairs]
         answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, True)
         return answers

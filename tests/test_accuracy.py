@@ -38,7 +38,7 @@ def test_the_full_cache_gives_lm_evals_own_numbers(smollm2: Loaded, task: str, s
     plain = lm.plain(pairs)
     ours = dict(lm.scorer.scores(pairs, lm.policy))
     for n, (own, greedy) in enumerate(plain):
-        assert ours[n].loglikelihood == pytest.approx(own, abs=1e-4 * max(1, len(pairs[n].fed)))
+        assert ours[n].loglikelihood == pytest.approx(own, abs=1e-4)
         assert ours[n].is_greedy == greedy
 
 
@@ -48,6 +48,7 @@ def test_simple_evaluate_with_the_full_cache_is_lm_evals(smollm2: Loaded) -> Non
     found = []
     for lm in (lm_of(smollm2), "hf"):
         arguments = {"pretrained": smollm2.model, "tokenizer": smollm2.tokenizer}
+        arguments |= {"softmax_dtype": "float64"}
         found.append(
             simple_evaluate(
                 lm, model_args=arguments if lm == "hf" else None, limit=4, num_fewshot=0,
@@ -61,7 +62,7 @@ def test_simple_evaluate_with_the_full_cache_is_lm_evals(smollm2: Loaded) -> Non
         for a, b in zip(ours["samples"][name], own["samples"][name], strict=True):
             assert a["target"] == b["target"]
             assert [r[0] for r in a["filtered_resps"]] == pytest.approx(
-                [r[0] for r in b["filtered_resps"]], abs=1e-3
+                [r[0] for r in b["filtered_resps"]], abs=1e-4
             )
 
 
