@@ -72,7 +72,8 @@ def parts(size: Size) -> Iterator[tuple[str, Callable[..., Values], list[Point]]
     tokens, new = size.requests
     many = serving.sweep(
         STRATEGIES, [size.together], [], 1, 0,
-        requests=size.together, tokens=tokens, output_tokens=new, chunk=2048, **more,
+        requests=size.together, tokens=tokens, output_tokens=new, chunk=2048,
+        limit_ttft=10.0, limit_tpot=0.25, **more,
     )  # fmt: skip
     yield "serving", serving.serve, many
     ways: dict[str, Any] = {"strategy": ["full", "h2o"], "prefill": [*PREFILLS]}

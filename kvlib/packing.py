@@ -31,10 +31,13 @@ class Packing:
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: dict[nn.Module, Product] = {}
-        for group in _groups(model):
-            if not self._forwards and not _works(group[0]):
-                break
-            self._forwards |= dict(zip(group, _forwards(group), strict=True))
+        groups = _groups(model)
+        if not groups or not _works(groups[0][0]):
+            return
+        products = [_product(group) for group in groups]
+        alone = _plain_is_faster(groups, products)
+        for group, product in zip(groups, products, strict=True):
+            self._forwards |= dict(zip(group, _forwards(group, product, alone), strict=True))
 
     @property
     def layers(self) -> int:
@@ -74,8 +77,10 @@ def _fits(layer: nn.Linear) -> bool:
     if "forward" in vars(layer):  # somebody else's
         return False
     weight = layer.weight
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.device.type == "cpu" and bool(half or weight.dtype == torch.float32)
+    return bool(half or weight.dtype == torch.float32)
 
 
 def _kind(layer: nn.Linear) -> tuple[int, bool]:
@@ -85,8 +90,6 @@ def _kind(layer: nn.Linear) -> tuple[int, bool]:
 
 def _works(layer: nn.Linear) -> bool:
     """Is the packed product there, and right?"""
-    if not torch.backends.mkldnn.is_available():
-        return False
     try:
         x = torch.linspace(-1, 1, 2 * layer.in_features, dtype=layer.weight.dtype).view(2, -1)
         with torch.inference_mode():
@@ -111,16 +114,17 @@ def _product(group: Sequence[nn.Linear]) -> Product:
     return product
 
 
-def _forwards(group: Sequence[nn.Linear]) -> list[Product]:
-    """What each layer of a group computes instead: the first one for all of them."""
-    product, plain = _product(group), [_plain(layer) for layer in group]
-    one = torch.ones(1, group[0].in_features, dtype=group[0].weight.dtype)
-    alone = _seconds(lambda x: [p(x) for p in plain], one) < _seconds(product, one)
+def _forwards(group: Sequence[nn.Linear], product: Product, alone: bool) -> list[Product]:
+    """What each layer of a group computes instead: the first one for all of them.
+
+    alone: a single row is multiplied by PyTorch's own product.
+    """
+    plain = [_plain(layer) for layer in group]
     sizes, made = [layer.out_features for layer in group], list[tuple[Tensor, list[Tensor]]]()
 
     def first(x: Tensor) -> Tensor:
         made.clear()
-        if alone and x.numel() == x.shape[-1]:  # a single row: PyTorch's own product wins here
+        if alone and x.numel() == x.shape[-1]:
             return plain[0](x)
         parts: list[Tensor] = list(product(x).split(sizes, dim=-1))
         if len(parts) > 1:
@@ -145,12 +149,32 @@ def _plain(layer: nn.Linear) -> Product:
     return lambda x: nn.functional.linear(x, layer.weight, layer.bias)
 
 
-def _seconds(product: Callable[[Tensor], object], x: Tensor) -> float:
+def _plain_is_faster(groups: Sequence[Sequence[nn.Linear]], products: Sequence[Product]) -> bool:
+    """Is PyTorch's own product faster on a single row?
+
+    All layers in turn, as a model has them: a weight must not be in the processor's cache yet.
+    """
+    firsts = [group[0] for group in groups]
+    rows = [torch.ones(1, layer.in_features, dtype=layer.weight.dtype) for layer in firsts]
+
+    def plain() -> None:
+        for group, row in zip(groups, rows, strict=True):
+            for layer in group:
+                _plain(layer)(row)
+
+    def packed() -> None:
+        for product, row in zip(products, rows, strict=True):
+            product(row)
+
+    return _seconds(plain) < _seconds(packed)
+
+
+def _seconds(run: Callable[[], None]) -> float:
     """The best of a few runs."""
     best = float("inf")
     with torch.inference_mode():
         for _ in range(4):
             start = time.perf_counter()
-            product(x)
+            run()
             best = min(best, time.perf_counter() - start)
     return best

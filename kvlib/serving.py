@@ -216,7 +216,7 @@ def memory(ready: Prepared, throughput: float, resident: Sequence[int]) -> Value
         value("host_used", metrics.peak(usage, "host"), "B"),
     ]
     if ready.tiers is not None and resident:
-        on_device = int(most["reserved"]) + ready.copies  # on a CPU in the same RAM
+        on_device = int(most["reserved"])  # on a CPU in the same RAM
         on_device *= torch.device(ready.device).type == "cpu"
         values.append(value("host_peak", max(0, resident[0] - on_device), "B"))
     return values + over_time(usage)

@@ -188,12 +188,15 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number and content of each line: a dict, or JSON that is not yet parsed."""
     if path.suffix not in (".jsonl", ".csv"):
         raise ValueError(f"{path}: give a .jsonl or a .csv file")
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        if path.suffix == ".csv":
-            reader = csv.DictReader(lines)
-            yield from ((reader.line_num, row) for row in reader)
-        else:
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as lines:
+        if path.suffix == ".jsonl":
             yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
+            return
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            yield from ((reader.line_num, row) for row in reader)
+        except csv.Error as error:  # a quote that is never closed, say
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
 
 
 def _row(line: Any) -> dict[str, Any]:

@@ -385,13 +385,32 @@ def test_requests_and_parameters_that_cannot_be_served(model: PreTrainedModel) -
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(40, 2), (6, 30)])
-def test_a_sequence_that_does_not_fit_alone(model: PreTrainedModel, prompt: int, new: int) -> None:
+def test_what_is_longer_than_the_pool_is_refused_before_the_start(
+    model: PreTrainedModel, prompt: int, new: int
+) -> None:
     engine = LocalEngine(model, "paged", block=4, blocks=8)
     small, large = Request(text(4, seed=1), 3), Request(text(prompt, seed=2), new)
-    with pytest.raises(PoolExhausted, match=r"were requests \[1\]: shorten"):
+    with pytest.raises(PoolExhausted, match="request 1 is longer than the pool"):
         engine.run([small, large])
+    assert not engine.usage
+    assert len(engine.run([Request(text(6, seed=2), 27)])[0].tokens) == 27  # 32 are fed
     check_left(engine)
     assert len(engine.run([small])[0].tokens) == 3
+
+
+def test_preemption_counts_the_host_and_does_without_it_where_it_is_full(
+    model: PreTrainedModel,
+) -> None:
+    requests = [Request(text(8, seed=n), 12) for n in range(3)]
+    alone = [LocalEngine(model, "paged", block=4).run([one])[0].tokens for one in requests]
+    for room, swaps in ((None, True), (1, False)):
+        tiers = Tiers(host=Tier("host", room))
+        engine = LocalEngine(model, "paged", tiers=tiers, block=4, blocks=8)
+        results = engine.run(requests)
+        assert [result.tokens for result in results] == alone
+        assert sum(result.preemptions for result in results)
+        assert (max(moment.host for moment in engine.usage) > 0) == swaps
+        check_left(engine)
 
 
 @pytest.mark.parametrize(("strategy", "knobs"), [("full", {}), *LOSSY])

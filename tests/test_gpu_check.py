@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import study_points as points_of
 import torch
+
+from kvlib import serving
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 FETCHING = {"infinigen", "offload"}
@@ -95,5 +98,7 @@ def test_the_whole_check_asks_for_points_of_the_notebooks(gpu_check: ModuleType)
     assert {p["device"] for points in parts.values() for p in points} == {"cuda"}
     assert {(p["tokens"], p["dtype"]) for p in parts["05_output_length"]} == {(10_000, "bfloat16")}
     assert {p["requests"] for p in parts["serving"]} == {96}
+    swept = inspect.signature(serving.serve).parameters.keys() - {"_", "budget"}
+    assert all(swept <= p.keys() for p in parts["serving"])  # as 02 to 04 ask for them
     assert max(p["tokens"] for p in parts["01_prefill_memory"]) == 32768
     assert sys.modules["gpu_check"].prefill_whole.__module__ == "gpu_check"  # named, not __main__

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not WORKS, reason="this PyTorch has no packed pr
 def one_row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either way that a single row may be multiplied, whichever is faster here."""
     seconds = cycle([1.0, 2.0] if request.param else [2.0, 1.0])  # of the plain way, of the packed
-    monkeypatch.setattr(packing, "_seconds", lambda product, x: next(seconds))
+    monkeypatch.setattr(packing, "_seconds", lambda run: next(seconds))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

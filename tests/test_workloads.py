@@ -243,10 +243,12 @@ HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ("t.jsonl", '{"arrival": 0, "prompt_tokens": [], "output_tokens": 1}', "'\\[\\]'"),
         ("t.jsonl", "\n{]", r"t\.jsonl, line 2: not JSON at character 2: "),
         ("t.jsonl", "[1, 2, 3]", r"t\.jsonl, line 1: not an object"),
+        ("t.csv", HEAD + '1,"2,3\n' + "4,5,6\n" * 3, r"t\.csv, line \d: unexpected end of data"),
+        ("t.csv", HEAD + "1,\udc80,3\n", "line 2: ContextTokens is"),
     ],
 )
 def test_bad_traces(tmp_path: Path, name: str, text: str, match: str) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=match):
         trace(tmp_path / name)
 

@@ -21,6 +21,7 @@ from kvlib.attachment import attach
 from kvlib.caches import KVCache, KVLayer, PagedCache, make_cache
 from kvlib.caches.base import one_of
 from kvlib.caches.blocks import PoolExhausted
+from kvlib.caches.paged import Preempted
 from kvlib.engines.base import Progress, Request, Result, refuse_unservable
 from kvlib.metrics import Usage
 from kvlib.models import kv_token_bytes
@@ -80,18 +81,31 @@ class LocalEngine:
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Serve all requests; one result each, in their order. The clock is the real one.
 
-        Raises ValueError, before the start, for a request that the model cannot serve, and
-        PoolExhausted or DeviceOutOfMemory for a sequence that does not fit even alone.
+        Raises, before the start, ValueError for a request that the model cannot serve and
+        PoolExhausted for one that is longer than the pool; later PoolExhausted or
+        DeviceOutOfMemory for a sequence that does not fit even alone.
         """
         config = self.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         refuse_unservable(requests, limit, config.vocab_size)
+        self._refuse_beyond_pool(requests)
         with ExitStack() as stack:
             stack.enter_context(attach(self.model))
             stack.enter_context(torch.inference_mode())
             if self.packing:
                 stack.enter_context(self.packing)
             return _Run(self, requests).results()
+
+    def _refuse_beyond_pool(self, requests: Sequence[Request]) -> None:
+        if not isinstance(self.blank, PagedCache):
+            return
+        pool = self.blank.pool
+        for index, request in enumerate(requests):
+            tokens = len(request.prompt) + request.max_new_tokens - 1  # the last one is not fed
+            if (needed := -(-tokens // pool.block)) > pool.blocks:
+                error = PoolExhausted(needed, pool.available, pool.blocks, pool.block)
+                error.add_note(f"request {index} is longer than the pool")
+                raise error
 
     def empty(self) -> KVCache:
         """A cache without rows; paged ones are all in one pool."""
@@ -214,14 +228,22 @@ class _Run:
             self.fresh = None
         else:
             row, sequence = max(enumerate(self.running), key=lambda pair: pair[1].order())
-            if self.engine.swaps and isinstance(self.cache, PagedCache):
-                sequence.swapped = self.cache.preempt(row, swap=True)
-            else:
+            sequence.swapped = self._swapped(row)
+            if sequence.swapped is None:
                 self.cache.release(row)
             del self.running[row]
         sequence.preemptions += 1
         self.waiting.appendleft(sequence)
         return True
+
+    def _swapped(self, row: int) -> Preempted | None:
+        """Swap a row to the host; None, with nothing changed, where its text is read again."""
+        if not self.engine.swaps or not isinstance(self.cache, PagedCache):
+            return None
+        try:
+            return self.cache.preempt(row, swap=True)
+        except DeviceOutOfMemory:  # the host is full
+            return None
 
     # -- the two kinds of forward -----------------------------------------------------------
 
@@ -258,7 +280,8 @@ class _Run:
         if self.fresh is None:
             self.fresh = engine.empty()
             if engine.share_prefixes and isinstance(self.fresh, PagedCache):
-                engine.prefix_hits += sum(self.fresh.share(texts))
+                hits = zip(self.reading, self.fresh.share(texts), strict=True)
+                engine.prefix_hits += sum(n for one, n in hits if not one.preemptions)
             seen = self.fresh.timeline.seen or [0] * len(texts)
             self.fresh.begin([len(text) - n for text, n in zip(texts, seen, strict=True)])
         done = max(self.fresh.timeline.seen, default=0)  # of a text that is read by itself
@@ -298,7 +321,8 @@ class _Run:
         if usage and not forced and now - usage[-1].at < GAP:
             return
         passing = self.engine.tiers.device.lent_peak if self.running else 0
-        used, held, host = passing, passing, 0
+        swapped = [one.swapped.kv for one in self.sequences if one.swapped]
+        used, held, host = passing, passing, sum(kv.nbytes for kv in swapped if kv is not None)
         for cache in (self.cache, self.fresh):
             if cache is not None and cache.timeline.seen:
                 holds, taken = cache.in_use(), cache.nbytes()

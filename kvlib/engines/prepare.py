@@ -27,7 +27,6 @@ from kvlib.link import Link
 from kvlib.measure import finish
 from kvlib.memory import BUDGET, kv_bytes, weight_bytes
 from kvlib.models import Loaded, load, shape_of
-from kvlib.packing import Packing
 from kvlib.shapes import Shape, find_shape
 from kvlib.tiers import Tiers
 from kvlib.workloads import fixed, requests
@@ -87,7 +86,6 @@ class Prepared:
     """An engine, and what it takes beside its cache.
 
     weights  bytes of the model's weights
-    copies   bytes of a second, packed copy of them
     tiers    of a local engine
     device   where it runs; memory of a "cpu" is the host's too
     """
@@ -96,7 +94,6 @@ class Prepared:
     weights: int
     vocabulary: int
     tokenizer: Any
-    copies: int = 0
     tiers: Tiers | None = None
     emulation: Emulation | None = None
     device: str = "cpu"
@@ -147,18 +144,15 @@ def prepare(
     if strategy == "vllm":
         return _vllm(model, device, dtype, batch, chunk)
     loaded = loaded_model(model, dtype, device)
-    packing = Packing(loaded.model)
     emulation = None
     if fetches(strategy) and torch.device(device).type == "cpu":
-        emulation = _emulation(loaded, packing, batch, tokens, machine)
+        emulation = _emulation(loaded, batch, tokens, machine)
     tiers = Tiers.of(loaded.model, link=emulation.link if emulation else None)
     engine = LocalEngine(
         loaded.model, strategy, tiers=tiers, max_batch=batch, chunk=chunk, **knobs_of(strategy)
     )
-    engine.packing = packing
     weights, vocabulary = tiers.device.fixed, loaded.model.config.get_text_config().vocab_size
-    copies = weights if packing.layers else 0
-    return Prepared(engine, weights, vocabulary, loaded.tokenizer, copies, tiers, emulation, device)
+    return Prepared(engine, weights, vocabulary, loaded.tokenizer, tiers, emulation, device)
 
 
 def _vllm(model: str, device: str, dtype: str, batch: int, chunk: int) -> Prepared:
@@ -177,23 +171,21 @@ def _vllm(model: str, device: str, dtype: str, batch: int, chunk: int) -> Prepar
     return Prepared(engine, int(weight_bytes(sizes, dtype)), sizes.vocab, tokenizer)
 
 
-def _emulation(
-    loaded: Loaded, packing: Packing, batch: int, tokens: int, machine: str
-) -> Emulation:
+def _emulation(loaded: Loaded, batch: int, tokens: int, machine: str) -> Emulation:
     """A link as slow beside a resident step as the machine's is beside its own."""
     sizes, dtype = Shape.from_config(loaded.model.config), str(loaded.model.dtype).split(".")[1]
-    step, found = resident_step(loaded.model, packing, batch, tokens), find_machine(machine)
+    step, found = resident_step(loaded.model, batch, tokens), find_machine(machine)
     plan = Emulation(Link.real(), found, sizes, dtype, batch, tokens, step)
     link = link_like(found, plan.target().rho1, plan.kv, step)
     return Emulation(link, found, sizes, dtype, batch, tokens, step)
 
 
 @torch.inference_mode()
-def resident_step(model: Any, packing: Packing, batch: int, tokens: int) -> float:
+def resident_step(model: Any, batch: int, tokens: int) -> float:
     """Seconds of a decode step of `batch` rows of `tokens` tokens, everything on the device."""
     ids = random_ids(tokens, model.config.get_text_config().vocab_size, 0)
     token, taken = torch.ones(batch, 1, dtype=torch.long, device=model.device), list[float]()
-    with attach(model), packing:
+    with attach(model):
         one = make_cache("full", model)
         model(torch.tensor([ids], device=model.device), past_key_values=one, logits_to_keep=1)
         cache = one.fork([0] * batch)

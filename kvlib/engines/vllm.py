@@ -71,7 +71,8 @@ class VLLMEngine:
     device. `prefix_hits` leaves out what a preempted sequence found again.
 
     Raises ValueError for an unknown model or a parameter out of range, DeviceOutOfMemory where
-    the weights leave no room, and EngineStartError where vLLM is not there or does not start.
+    the weights leave no room of `capacity`, and EngineStartError where vLLM is not there or does
+    not start.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class VLLMEngine:
             self.core = _start(source, config, arguments)
             self._look()
             self.run([Request([0], 2)])
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
-            raise EngineStartError(_why(error)) from error
+            raise EngineStartError(_why("did not start", error)) from error
         self.usage.clear()
 
     def _look(self) -> None:
@@ -197,7 +200,12 @@ class _Run:
 
     def _step(self) -> None:
         """One step of vLLM: at most one token for each sequence, all at the same time."""
-        outputs = self.engine.core.step()
+        try:
+            outputs = self.engine.core.step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RuntimeError(_why("failed in a step", error)) from error
         now = self._now()
         for output in outputs:
             sequence = self.sequences[int(output.request_id)]
@@ -322,9 +330,9 @@ def _prepare(eager: bool, threads: int, offline: bool) -> None:
     torch.set_num_threads(threads)
 
 
-def _why(error: Exception) -> str:
+def _why(what: str, error: Exception) -> str:
     """The reason in the first line, then the end of vLLM's log where there is one."""
     reason = " ".join(str(error).split())[:400]
-    text = f"vLLM did not start: {type(error).__name__}: {reason}"
+    text = f"vLLM {what}: {type(error).__name__}: {reason}"
     log = own_output()
     return f"{text}; the end of its log:\n{log}" if log else text
