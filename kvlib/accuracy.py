@@ -17,6 +17,7 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from kvlib.attachment import attach
@@ -66,6 +67,7 @@ class KVLM(HFLM):  # type: ignore[misc]
         super().__init__(pretrained, truncation=truncation, **arguments)
         automatic = self.batch_size == "auto"
         self.scorer = Scorer(self.model, BATCH if automatic else int(self.batch_size))
+        self.scorer.limit = min(self.max_length, self.scorer.limit or self.max_length)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval records with its results: the strategy too."""
@@ -123,19 +125,47 @@ class KVLM(HFLM):  # type: ignore[misc]
             context = context[-room:] if room > 0 else context[:0]
         return Pair(tuple(context), tuple(continuation))
 
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """What lm-eval's model does, but without `truncation` no prompt is cut: ValueError."""
+        for n, request in enumerate([] if self.truncation else requests):
+            prompt, options = request.args
+            tokens = len(self.tok_encode(prompt))
+            new: int = (options or {}).get("max_gen_toks", self.max_gen_toks)
+            if tokens + new > self.max_length:
+                raise ValueError(
+                    f"prompt {n} has {tokens} tokens, and {new} are to follow; this model has "
+                    f"{self.max_length} positions: give truncation=True to cut it from the left"
+                )
+        answers: list[str] = super().generate_until(requests, disable_tqdm)
+        return answers
+
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **generation: Any
     ) -> Tensor:
-        """Generate behind context [B, T], of which the strategy has seen all but the last token."""
+        """Generate behind context [B, T], of which the strategy has seen all but the last token.
+
+        A batch changes no row: where it would, by the chunks of mode "streaming" or by a row that
+        has but one token, the rows are generated one by one.
+        """
+        mask = generation.pop("attention_mask", torch.ones_like(context))
+        real = mask.sum(dim=1).tolist()
+        if min(real) < max(real) and (self.policy.mode == "streaming" or min(real) == 1):
+            pads = [context.shape[1] - n for n in real]
+            rows = [
+                self._model_generate(row[None, n:], max_length - n, stop, **generation)[0]
+                for row, n in zip(context, pads, strict=True)
+            ]
+            padded = zip(context, pads, rows, strict=True)
+            whole = [torch.cat([row[:n], new]) for row, n, new in padded]
+            return pad_sequence(whole, batch_first=True, padding_value=self.tokenizer.pad_token_id)
         cache = self.policy.cache(self.model)
         with attach(self.model), torch.inference_mode():
-            mask = generation.get("attention_mask", torch.ones_like(context))
-            if int(mask.sum(dim=1).min()) > 1:
+            if max(real) > 1:
                 self._read(cache, context[:, :-1], mask[:, :-1])
-            whole: Tensor = super()._model_generate(
-                context, max_length, stop, past_key_values=cache, **generation
+            found: Tensor = super()._model_generate(
+                context, max_length, stop, past_key_values=cache, attention_mask=mask, **generation
             )
-        return whole
+        return found
 
     def _read(self, cache: KVCache, ids: Tensor, mask: Tensor) -> None:
         step = CHUNK if self.policy.mode == "streaming" else ids.shape[1]

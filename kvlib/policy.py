@@ -49,10 +49,13 @@ class Policy:
     ) -> Policy:
         """A strategy at a budget, whatever it calls that.
 
-        InfiniGen fetches up to the budget at each step; what keeps everything takes none.
+        InfiniGen fetches up to the budget at each step; what keeps everything takes none. A budget
+        of 1 is all tokens, also as it comes from a command line, where 1.0 may be written 1.
         """
         layer = find_strategy(strategy)
         has = inspect.signature(layer).parameters
+        if str(budget) == "1":
+            budget = 1.0
         if budget is not None:
             if "cap" in has:
                 knobs = {"alpha": "inf", "cap": budget} | knobs

