@@ -130,7 +130,7 @@ class KVLM(HFLM):  # type: ignore[misc]
         for n, request in enumerate([] if self.truncation else requests):
             prompt, options = request.args
             tokens = len(self.tok_encode(prompt))
-            new: int = (options or {}).get("max_gen_toks", self.max_gen_toks)
+            new = (options or {}).get("max_gen_toks") or self.max_gen_toks
             if tokens + new > self.max_length:
                 raise ValueError(
                     f"prompt {n} has {tokens} tokens, and {new} are to follow; this model has "
