@@ -60,7 +60,13 @@ def large_pool() -> dict[str, Any]:
     found["stopped"] = made.run([Request(text(1, 0), 14, stop=(stop,))])
     found["too long"] = error_of(made.run, [Request([5] * POSITIONS, 2)])
     found["no such token"] = error_of(made.run, [Request([10**6], 2)])
+    made.core.step = fails
+    found["failed"] = error_of(made.run, [Request([5] * 3, 2)])
     return found
+
+
+def fails() -> None:
+    raise ValueError("a kernel of its own")
 
 
 def small_pool() -> dict[str, Any]:
@@ -189,6 +195,13 @@ def test_a_failed_start_brings_the_log(small: dict[str, Any]) -> None:
     assert "cache_dtype" in reason
     assert "vLLM" in small["wrong"].partition("the end of its log:")[2]
     assert 1 <= len(log) <= 12
+
+
+@needs_vllm
+def test_a_failed_step_brings_the_log(large: dict[str, Any]) -> None:
+    reason = "RuntimeError: vLLM failed in a step: ValueError: a kernel of its own"
+    assert large["failed"].startswith(f"{reason}; the end of its log:\n")
+    assert len(large["failed"].splitlines()) > 1
 
 
 # -- without vLLM ---------------------------------------------------------------------------------
