@@ -43,6 +43,8 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
     if own.include_path and own.data == "bundled":
         raise ValueError("--include_path brings definitions, and so does --data bundled: give one")
     names = [name for given in own.tasks for name in given.split(",")]
+    for name in set(names) & set(GENERATED):
+        source_of(name)  # refuses, if a package is missing
     rest = [*_tokenizer(names, own.model_args), *rest]
     if not own.include_path:  # refuses unknown ones, and those that run what a model writes
         named = [name for name in names if name not in GENERATED]
@@ -66,11 +68,9 @@ def evaluate(arguments: Sequence[str], folder: Path) -> int:
 
 def _tokenizer(names: Sequence[str], model_args: Sequence[str]) -> list[str]:
     """What tells the generated tasks of the bundled model's tokenizer; a user's own wins."""
-    generated = [name for name in names if name in GENERATED]
-    for name in generated:
-        source_of(name)  # refuses, if a package is missing
     given = dict(part.partition("=")[::2] for args in model_args for part in args.split(","))
-    if not generated or given.get("pretrained", MODEL) != MODEL or "tokenizer" in given:
+    bundled = given.get("pretrained", MODEL) == MODEL and "tokenizer" not in given
+    if not bundled or not set(names) & set(GENERATED):
         return []
     return ["--metadata", f"tokenizer={bundled_folder()}"]
 

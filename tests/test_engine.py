@@ -398,6 +398,12 @@ def test_what_is_longer_than_the_pool_is_refused_before_the_start(
     assert len(engine.run([small])[0].tokens) == 3
 
 
+def test_what_outgrows_the_device_alone_is_named(model: PreTrainedModel) -> None:
+    engine = LocalEngine(model, "full", tiers=Tiers(device=Tier("device", 1000)))
+    with pytest.raises(DeviceOutOfMemory, match=r"were requests \[0\]: shorten"):
+        engine.run([Request(text(40, seed=1), 2)])
+
+
 def test_preemption_counts_the_host_and_does_without_it_where_it_is_full(
     model: PreTrainedModel,
 ) -> None:

@@ -82,8 +82,8 @@ class LocalEngine:
         """Serve all requests; one result each, in their order. The clock is the real one.
 
         Raises, before the start, ValueError for a request that the model cannot serve and
-        PoolExhausted for one that is longer than the pool; later PoolExhausted or
-        DeviceOutOfMemory for a sequence that does not fit even alone.
+        PoolExhausted for one that is longer than the pool; later DeviceOutOfMemory for a sequence
+        that does not fit even alone.
         """
         config = self.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
